@@ -527,7 +527,7 @@ enum { NP_NORM_RMS = 0, NP_NORM_LAYER = 1 };
 /* The input of a layer's predictor or router: the normed input of its attention or feed-forward. Routers may read the
  * layer's input instead, predictors the residual stream before the feed-forward's norm. */
 enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1, NP_READS_LAYER = 2, NP_READS_RESIDUAL = 3 };
-/* The weights of the chosen experts, from their router values: softmax, or sigmoids divided by their sum. */
+/* The scores of experts, from their router values: their softmax, or their sigmoids. */
 enum { NP_ROUTER_SOFTMAX = 0, NP_ROUTER_SIGMOID = 1 };
 
 /* The place of a feed-forward matrix in a cluster: the part and offset of its first row's quants, and of its scales. */
@@ -539,13 +539,19 @@ typedef struct {
 
 typedef struct {
     uint32_t width, neurons, layers, query_heads, key_heads, head_width, vocabulary, context_tokens;
-    uint32_t experts;               /* per layer; 1 in a dense model */
-    uint32_t experts_per_token;     /* experts that compute a token: those with the greatest router values */
+    uint32_t experts;               /* the most of a layer; 1 in a dense model */
+    uint32_t experts_per_token;     /* the most experts of a layer that compute a token */
+    uint32_t chosen_per_token;      /* how many a router chooses: those with the greatest scores; 0 in a dense model */
     int32_t router;                 /* NP_ROUTER_* */
     int32_t router_reads;           /* NP_READS_FEED_FORWARD, NP_READS_LAYER */
+    uint32_t router_groups, groups_per_token; /* a token's experts are in groups_per_token of router_groups groups of consecutive experts: in
+                                               * those with the greatest sum of two scores. 1 and 1: no groups */
+    int32_t normalized_shares;      /* 1: the scores of a token's chosen experts are divided by their sum */
+    float routed_scale;             /* a factor of chosen experts' scores */
     int32_t norm;                   /* NP_NORM_RMS, NP_NORM_LAYER: of the residual stream */
     float norm_epsilon;             /* of all norms */
     int32_t head_norm;              /* 1: each head of queries and keys is RMS-normed before it is rotated */
+    int32_t joint_norm;             /* 1: all heads of queries are RMS-normed together before they are rotated, and all heads of keys */
     int32_t rotary;                 /* 1: heads are rotated; 0: learned position embeddings are added to the token embeddings */
     int32_t type;                   /* the inputs of the layers' matrices are prepared for this type: each has it, or another that reads the same inputs. With
                                      * NP_SILU and NP_CLAMPED_SWIGLU attention's matrices may have any quantized type */
@@ -586,13 +592,18 @@ typedef struct {
 } np_predictor;
 
 typedef struct {
+    uint32_t first_ffn;     /* the number of the layer's first expert among the experts of all layers */
+    uint32_t experts, routed_experts; /* the first routed_experts are those that the router chooses from; the others compute every token */
     uint32_t window_tokens; /* maximal number of positions that a token attends to; 0: all */
     np_matrix qkv, attention_output;
     np_norm attention_norm, ffn_norm;
     const float *qkv_bias, *attention_output_bias;  /* NULL: none */
-    const float *query_norm, *key_norm;             /* [head_width], with shape.head_norm */
+    const float *query_norm, *key_norm;             /* [head_width] with shape.head_norm; all heads' widths with shape.joint_norm */
     const float *gate_bias, *up_bias, *down_bias;   /* [experts][neurons] twice, [experts][width]; NULL: none */
-    const float *router, *router_bias;              /* [experts][width], [experts], with several experts; router_bias NULL: none */
+    const float *router, *router_bias;              /* [routed_experts][width], [routed_experts]; router_bias NULL: none */
+    const float *choosing_bias;                     /* [routed_experts], added to scores when experts are chosen; NULL: none */
+    const float *shared_gate;                       /* [width]: outputs of experts that compute every token are multiplied by the sigmoid of its product
+                                                     * with the router's input; NULL: they are not */
     const float *sinks;                             /* [query_heads] scores that join each softmax and whose shares are dropped; NULL: none */
     const np_predictor *predictors;                 /* [experts], with shape.predictor_rank > 0 */
     int32_t rotary;                                 /* 0: heads are not rotated in this layer, even with shape.rotary */
@@ -638,7 +649,7 @@ typedef struct {
                                             * floats are not needed) with config.offload_blocks; else unused */
     float *outputs;                        /* [T][max((query_heads+2*key_heads)*head_width, width)] with config.external_products, or with
                                             * config.offload_blocks and offloaded matrices; else unused */
-    uint8_t *activity;                     /* [layers][experts][blocks*block_neurons] of this participant: np_activity bits are set; or NULL */
+    uint8_t *activity;                     /* [experts of all layers][blocks*block_neurons] of this participant: np_activity bits are set; or NULL */
 } np_shared;
 
 typedef struct {

@@ -106,7 +106,7 @@ def dense_reading(model: ModelSpec) -> str | None:
     """Return a warning that a token reads all weights of its experts, since all neurons fire; None if not all fire."""
     if not model.all_neurons_fire:
         return None
-    share = model.experts_per_token / model.experts
+    share = model.active_ffns / model.ffns
     reads = ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share)
     return f"{model.activation}: {reads}{LEAVES_OUT if model.activation == 'silu' else ''}"
 
@@ -146,7 +146,7 @@ def parameters(manifest: Manifest) -> int:
     model = manifest.model
     fixed = sum(rows * columns for _, rows, columns in fixed_matrices(model))
     vectors = sum(length for name, length in fixed_vectors(model) if name != "rope.inverse_frequency")
-    return fixed + vectors + model.layers * model.experts * len(model.ffn_matrices) * model.neurons * model.width
+    return fixed + vectors + model.ffns * len(model.ffn_matrices) * model.neurons * model.width
 
 
 def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
@@ -159,7 +159,7 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
         kinds[kind if kind in kinds else "attention"] += DTYPE_BYTES[dtype] * math.prod(dimensions)
     kinds["predictor"] = manifest.files[PREDICTOR].bytes if manifest.predictor else 0
     cluster_bytes = sum(piece[-1] for piece in layout.pieces(manifest.quantization, model.width))
-    neurons_bytes = cluster_bytes * model.neurons * model.layers * model.experts // layout.cluster_neurons
+    neurons_bytes = cluster_bytes * model.neurons * model.ffns // layout.cluster_neurons
     kinds["neurons"] = 0 if manifest.source_experts is not None else neurons_bytes
     kinds["padding"] = 0 if manifest.source_experts is not None else manifest.files["bundles.bin"].bytes - neurons_bytes
     total = sum(entry.bytes for entry in manifest.files.values())

@@ -241,4 +241,4 @@ def _resident_share(manifest: Manifest, plan: Plan) -> float:
 
 def _neurons(package: Package) -> int:
     model = package.manifest.model
-    return model.layers * model.experts * model.neurons
+    return model.ffns * model.neurons

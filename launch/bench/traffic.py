@@ -61,7 +61,7 @@ def traffic(package: Package, plan: Plan, cost: Mapping[str, float], positions: 
     fixed_bytes = step_bytes(package, predicts=plan.compute.mode == "predicted" or plan.compute.hints)
     kv_bytes = positions * position_bytes(manifest.model)
     steps = cost.get("steps", 0.0)
-    max_rows = steps * model.layers * model.experts * model.neurons
+    max_rows = steps * model.ffns * model.neurons
     gates, ups, downs = (min(cost.get(name, 0.0), max_rows) * row_bytes for name in ROWS)
     if model.gated:
         gates *= trigger_row_bytes(manifest) / row_bytes

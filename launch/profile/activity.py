@@ -260,7 +260,7 @@ def _mapped(file: Path) -> Iterator[mmap.mmap]:
 
 
 def _union(mappings: list[mmap.mmap], package: Package) -> NDArray[np.uint8]:
-    """Return the flags of the neurons of all workers' blocks, [layers * experts, neurons with padding]."""
+    """Return the flags of the neurons of all workers' blocks, [feed-forwards, neurons with padding]."""
     import numpy as np
 
     flags = np.frombuffer(mappings[0], np.uint8).copy()

@@ -35,6 +35,34 @@ static void norm_and_rotate(const np_engine *engine, const float *norm, int rota
         np_rope(head, s->head_width, engine->fixed.inverse_frequency, position);
 }
 
+/* Where the keys of a token are kept until all of its heads are known: attention is written later. */
+static float *raw_key(np_engine *engine, uint32_t t)
+{
+    const np_shape *s = &engine->shape;
+    return engine->shared.attention + (size_t)t * s->query_heads * s->head_width;
+}
+
+/* Norm all heads of queries together, and all heads of keys, then rotate them. Participants share the tokens. */
+static void norm_jointly(np_engine *engine, uint32_t layer)
+{
+    const np_shape *s = &engine->shape;
+    const np_layer *l = &engine->fixed.layers[layer];
+    const size_t width = s->head_width;
+    const np_range tokens = np_even_share(engine, engine->count);
+    for (uint32_t t = tokens.from; t < tokens.to; t++) {
+        float *query = engine->shared.queries + (size_t)t * s->query_heads * width, *key = raw_key(engine, t);
+        np_rms_norm(query, l->query_norm, s->query_heads * width, s->norm_epsilon, query);
+        np_rms_norm(key, l->key_norm, s->key_heads * width, s->norm_epsilon, key);
+        for (uint32_t head = 0; head < s->query_heads; head++)
+            norm_and_rotate(engine, NULL, l->rotary, engine->position[t], query + head * width);
+        for (uint32_t head = 0; head < s->key_heads; head++) {
+            norm_and_rotate(engine, NULL, l->rotary, engine->position[t], key + head * width);
+            np_f32_to_f16(key + head * width, width,
+                          kv_of(engine, layer, (uint32_t)engine->sequence[t], head, 0) + (size_t)engine->position[t] * width);
+        }
+    }
+}
+
 static void store_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_t t, float *values)
 {
     const np_layer *l = &engine->fixed.layers[layer];
@@ -43,9 +71,11 @@ static void store_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_
     const uint32_t sequence = (uint32_t)engine->sequence[t];
     if (head < s->query_heads) {
         float *query = engine->shared.queries + ((size_t)t * s->query_heads + head) * width;
-        for (size_t j = 0; j < width; j++)
-            query[j] = values[j];
-        norm_and_rotate(engine, l->query_norm, l->rotary, engine->position[t], query);
+        memcpy(query, values, width * sizeof *values);
+        if (!s->joint_norm)
+            norm_and_rotate(engine, l->query_norm, l->rotary, engine->position[t], query);
+    } else if (head < s->query_heads + s->key_heads && s->joint_norm) {
+        memcpy(raw_key(engine, t) + (head - s->query_heads) * width, values, width * sizeof *values);
     } else if (head < s->query_heads + s->key_heads) {
         norm_and_rotate(engine, l->key_norm, l->rotary, engine->position[t], values);
         np_f32_to_f16(values, width, kv_of(engine, layer, sequence, head - s->query_heads, 0) + position * width);
@@ -175,7 +205,11 @@ int np_attention(np_engine *engine, uint32_t layer)
 int np_attend_heads(np_engine *engine, uint32_t layer)
 {
     compute_heads(engine, layer);
-    const int done = np_meet(engine);
+    int done = np_meet(engine);
+    if (done >= 0 && engine->shape.joint_norm) {
+        norm_jointly(engine, layer);
+        done = np_meet(engine);
+    }
     if (done < 0)
         return done;
     attend(engine, layer);

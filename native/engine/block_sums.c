@@ -26,7 +26,7 @@ static void add_block_sums(np_engine *engine, uint32_t row, uint32_t token, np_r
 int np_add_sums(np_engine *engine, const np_group *group, np_range tokens)
 {
     const np_range columns = np_even_share(engine, engine->shape.width);
-    const uint32_t per_token = engine->shape.experts_per_token;
+    const uint32_t per_token = np_active_experts(engine, engine->layer);
     const int done = np_meet(engine);
     if (done < 0)
         return done;

@@ -23,6 +23,10 @@ static const char *invalid_size(const np_shape *s)
                 {"neurons", s->neurons > 0}, {"layers", s->layers > 0},
                 {"experts", s->experts > 0 && s->experts <= NP_MAX_EXPERTS && (s->experts == 1 || s->gated)},
                 {"experts_per_token", s->experts_per_token > 0 && s->experts_per_token <= s->experts},
+                {"chosen_per_token", s->chosen_per_token <= s->experts_per_token && (s->experts > 1) == (s->chosen_per_token > 0)},
+                {"router_groups", s->router_groups > 0}, {"groups_per_token", s->groups_per_token > 0 && s->groups_per_token <= s->router_groups},
+                {"routed_scale", s->routed_scale > 0.0f && isfinite(s->routed_scale)},
+                {"joint_norm", !(s->joint_norm && s->head_norm)},
                 {"router", s->router == NP_ROUTER_SOFTMAX || s->router == NP_ROUTER_SIGMOID},
                 {"router_reads", s->router_reads == NP_READS_FEED_FORWARD || s->router_reads == NP_READS_LAYER},
                 {"key_heads", s->key_heads > 0},
@@ -53,7 +57,7 @@ static const char *invalid_layout(const np_shape *s)
                 {"block_neurons", s->block_neurons && s->cluster_neurons && s->block_neurons % s->cluster_neurons == 0 &&
                                       s->block_neurons / s->cluster_neurons <= NP_MAX_BLOCK_CLUSTERS},
                 {"blocks", stored <= (uint64_t)s->blocks * s->block_neurons},
-                {"clusters", stored >= s->neurons && (uint64_t)s->layers * s->experts * s->clusters <= NP_REQUEST_CLUSTER_MASK + 1u});
+                {"clusters", stored >= s->neurons && s->clusters <= NP_REQUEST_CLUSTER_MASK + 1u});
 }
 
 /* True if `bytes` from `offset` on lie within a slot of `part`. */
@@ -124,13 +128,13 @@ static int fits_attention(const np_shape *s, const np_matrix *m)
 
 static const char *invalid_matrix(const np_shape *s, const np_fixed *fixed)
 {
-    for (uint32_t n = 0; fixed->layers && n < s->layers; n++) {
+    for (uint32_t n = 0; n < s->layers; n++) {
         const np_layer *l = &fixed->layers[n];
         if (!fits_attention(s, &l->qkv))
             return "qkv";
         if (!fits_attention(s, &l->attention_output))
             return "attention_output";
-        for (uint32_t e = 0; s->predictor_rank && l->predictors && e < s->experts; e++)
+        for (uint32_t e = 0; s->predictor_rank && l->predictors && e < l->experts; e++)
             if (!fits_inputs(&l->predictors[e].input, s->predictor_type) || !fits_inputs(&l->predictors[e].sides[0], s->predictor_type) ||
                 !fits_inputs(&l->predictors[e].sides[1], s->predictor_type))
                 return "predictors";
@@ -142,9 +146,29 @@ static const char *invalid_matrix(const np_shape *s, const np_fixed *fixed)
     return fixed->embedding.quants && !np_quant_bytes(fixed->embedding.type, s->width) ? "embedding" : NULL;
 }
 
+/* Check that every layer's experts are numbered after those of the layer before, and can be chosen as the shape says. */
+static const char *invalid_experts(const np_shape *s, const np_fixed *fixed)
+{
+    uint64_t ffns = 0;
+    for (uint32_t n = 0; n < s->layers; n++) {
+        const np_layer *l = &fixed->layers[n];
+        const uint32_t routed = l->routed_experts, always = l->experts - routed;
+        if (l->first_ffn != ffns || (ffns += l->experts) * s->clusters > NP_REQUEST_CLUSTER_MASK + 1u)
+            return "first_ffn";
+        if (!l->experts || l->experts > s->experts || (s->experts == 1 && routed))
+            return "experts";
+        if (routed > l->experts || always + (routed ? s->chosen_per_token : 0) > s->experts_per_token)
+            return "routed_experts";
+        if (routed && (!l->router || routed % s->router_groups || (s->router_groups > 1 && routed == s->router_groups) ||
+                       (uint64_t)s->groups_per_token * (routed / s->router_groups) < s->chosen_per_token))
+            return l->router ? "router_groups" : "router";
+    }
+    return NULL;
+}
+
 static const char *invalid_layer(const np_shape *s, const np_fixed *fixed, const np_engine_config *p)
 {
-    for (uint32_t n = 0; (p->external_products || p->offload_blocks) && fixed->layers && n < s->layers; n++)
+    for (uint32_t n = 0; (p->external_products || p->offload_blocks) && n < s->layers; n++)
         if (fixed->layers[n].gate_bias)
             return "gate_bias"; /* runtimes and accelerators do not add it */
     for (uint32_t n = 0; np_is_smooth(s) && n < s->layers; n++) {
@@ -164,6 +188,8 @@ const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const
         wrong = invalid_place(shape);
     if (!wrong)
         wrong = invalid_config(config, shape);
+    if (!wrong)
+        wrong = fixed->layers ? invalid_experts(shape, fixed) : "layers";
     if (!wrong)
         wrong = invalid_matrix(shape, fixed);
     if (!wrong)

@@ -102,6 +102,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->expert_weights = aligned_zeros(pairs * sizeof(float));
     engine->expert_counts = aligned_zeros(shape->experts * sizeof(uint32_t));
     engine->expert_values = aligned_zeros(shape->experts * sizeof(float));
+    engine->expert_scores = aligned_zeros(shape->experts * sizeof(float));
     engine->likely_counts = aligned_zeros(shape->layers * sizeof(np_likely_counts));
     engine->likely_experts = aligned_zeros(shape->experts);
     const void *allocated[] = {engine->sequence,      engine->position,         engine->token,           engine->vector,
@@ -109,7 +110,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
                                engine->slot_tables[NP_VALUE], engine->pending,        engine->list.quants,     engine->list.scales,
                                engine->list.prefetch,   engine->list.values,      engine->list.neurons,    engine->request_entries,
                                engine->groups,        engine->pair_token,       engine->pair_weight,     engine->token_pairs,
-                               engine->expert_weights,        engine->expert_counts,    engine->expert_values,   engine->likely_counts,
+                               engine->expert_weights,        engine->expert_counts,    engine->expert_values,   engine->expert_scores,    engine->likely_counts,
                                engine->likely_experts,       engine->open,
                                engine->list.token_masks};
     /* Vectors of all quantized types have the same size, so the output matrix's inputs fit as well. */
@@ -180,6 +181,7 @@ void np_engine_destroy(np_engine *engine)
     free(engine->expert_weights);
     free(engine->expert_counts);
     free(engine->expert_values);
+    free(engine->expert_scores);
     destroy_row_reader(engine);
     free(engine->likely_counts);
     free(engine->likely_experts);

@@ -106,10 +106,11 @@ struct np_engine {
     uint32_t group_count;
     uint32_t *pair_token;      /* [P] */
     float *pair_weight;        /* [P] the expert's weight in the token's sum */
-    uint32_t *token_pairs;     /* [max_tokens][experts_per_token], ascending by expert */
+    uint32_t *token_pairs;     /* [max_tokens][np_active_experts], ascending by expert */
     uint32_t *expert_counts;   /* [experts] */
     float *expert_values;      /* [experts] router values of one token */
-    float *expert_weights;     /* [max_tokens][experts_per_token] */
+    float *expert_scores;      /* [experts] likewise its scores */
+    float *expert_weights;     /* [max_tokens][np_active_experts] */
     np_likely_counts *likely_counts; /* [layers] */
     uint8_t *likely_experts;   /* [experts] 1: prefetched speculatively for likely_layer */
     uint32_t likely_layer;     /* NP_NONE: no expert was prefetched speculatively for the current layer */
@@ -212,7 +213,14 @@ static inline uint32_t np_qkv_rows(const np_shape *s)
 /* The index of a cluster's residency entries, the same in both parts. */
 static inline uint32_t np_cluster_index(const np_engine *engine, uint32_t layer, uint32_t expert, uint32_t cluster)
 {
-    return (layer * engine->shape.experts + expert) * engine->shape.clusters + cluster;
+    return (engine->fixed.layers[layer].first_ffn + expert) * engine->shape.clusters + cluster;
+}
+
+/* The number of experts of a layer that compute a token. */
+static inline uint32_t np_active_experts(const np_engine *engine, uint32_t layer)
+{
+    const np_layer *l = &engine->fixed.layers[layer];
+    return l->experts - l->routed_experts + (l->routed_experts ? engine->shape.chosen_per_token : 0);
 }
 
 /* The bytes of one row of a feed-forward matrix: its quants, its scales. */

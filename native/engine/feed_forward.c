@@ -86,7 +86,7 @@ static void open_layer(np_engine *engine)
     engine->is_layer_open = np_opens_whole_layers(engine) && np_fit_all_sums(engine);
     if (!engine->is_layer_open)
         return;
-    publish_window(engine, (np_range){0, engine->shape.experts}, (np_range){0, engine->shape.clusters});
+    publish_window(engine, (np_range){0, engine->fixed.layers[engine->layer].experts}, (np_range){0, engine->shape.clusters});
     engine->window = engine->blocks;
     engine->opened_groups = 0;
 }

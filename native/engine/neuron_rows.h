@@ -107,7 +107,7 @@ static inline void list_open(np_engine *engine, np_range clusters)
 static inline void record(np_engine *engine, uint32_t neuron, uint8_t activity)
 {
     if (engine->shared.activity) {
-        const size_t ffn = engine->layer * engine->shape.experts + engine->group->expert;
+        const size_t ffn = engine->fixed.layers[engine->layer].first_ffn + engine->group->expert;
         engine->shared.activity[ffn * engine->layer_neurons + neuron] |= activity;
     }
 }

@@ -30,6 +30,16 @@ static void prefetch_groups(np_engine *engine, uint32_t layer)
                          NP_REQUEST_PREFETCH);
 }
 
+/* Prefetch the experts of a mixture's layer that compute every token, while attention is computed. */
+static void prefetch_always_active(np_engine *engine, uint32_t layer)
+{
+    const np_layer *l = &engine->fixed.layers[layer];
+    if (engine->shape.experts == 1 || !engine->config.prefetch || np_predictor_decides(engine) || engine->config.external_products)
+        return;
+    for (uint32_t expert = l->routed_experts + engine->sharer; expert < l->experts; expert += engine->sharers)
+        np_request_ahead(engine, layer, expert, engine->blocks, np_parts_ahead(engine, layer, engine->count), NP_REQUEST_PREFETCH);
+}
+
 /* ---- likely experts ---------------------------------------------------------------------------------------------- */
 static int is_promising(const np_engine *engine, uint32_t layer)
 {
@@ -50,18 +60,18 @@ static int may_speculate(const np_engine *engine, uint32_t layer)
 static void prefetch_likely_experts(np_engine *engine, uint32_t layer)
 {
     engine->likely_layer = NP_NONE;
-    if (!may_speculate(engine, layer))
+    if (!engine->fixed.layers[layer].routed_experts || !may_speculate(engine, layer))
         return;
     const np_shape *s = &engine->shape;
     memset(engine->likely_experts, 0, s->experts);
     for (uint32_t t = 0; t < engine->count; t++) {
         uint32_t *chosen = engine->token_pairs; /* scratch: not in use before this layer is routed */
         np_choose_experts(engine, layer, engine->shared.residual + (size_t)t * s->width, chosen);
-        for (uint32_t n = 0; n < s->experts_per_token; n++)
+        for (uint32_t n = 0; n < s->chosen_per_token; n++)
             engine->likely_experts[chosen[n]] = 1;
     }
     engine->likely_layer = layer;
-    for (uint32_t expert = 0; expert < s->experts; expert++)
+    for (uint32_t expert = 0; expert < engine->fixed.layers[layer].routed_experts; expert++)
         if (engine->likely_experts[expert])
             np_request_ahead(engine, layer, expert, engine->blocks, np_parts_ahead(engine, layer, engine->count), NP_REQUEST_SPECULATIVE);
 }
@@ -98,6 +108,8 @@ void np_begin_layer(np_engine *engine, uint32_t layer)
 {
     if (np_router_reads(engine, NP_READS_LAYER))
         np_route_and_prefetch(engine, layer);
-    else
+    else {
+        prefetch_always_active(engine, layer);
         prefetch_likely_experts(engine, layer);
+    }
 }

@@ -88,22 +88,22 @@ def _clusters(manifest: Manifest, recording: Recording, frequency: NDArray[np.fl
     tokens = min(len(recording.tokens), SAMPLED_TOKENS)
     accessed: list[NDArray[np.bool_]] = []
     frequencies: list[NDArray[np.float32]] = []
-    for ffn, (layer, expert) in enumerate(np.ndindex(model.layers, model.experts)):
+    for ffn, (layer, expert) in enumerate(model.places):
         clusters = np.arange(starts[ffn], layout.clusters, every)
         neurons = clusters[:, None] * layout.cluster_neurons + np.arange(layout.cluster_neurons)
         exists = neurons < model.neurons
         neurons = np.minimum(neurons, model.neurons - 1)
         bits = np.unpackbits(recording.accessed_bits(layer, expert)[:tokens], axis=1, bitorder="little")
         accessed.append(np.asarray((bits[:, neurons] & exists).any(axis=2)))
-        frequencies.append((frequency[layer, expert][neurons] * exists).max(axis=1))
-    ffns_per_step = -(-model.layers // STEPS) * model.experts
+        frequencies.append((frequency[ffn][neurons] * exists).max(axis=1))
+    ffns_per_step = -(-model.layers // STEPS) * model.most_experts
     return np.argsort(-np.concatenate(frequencies), kind="stable"), _steps(accessed, ffns_per_step)
 
 
 def _experts(recording: Recording) -> tuple[Ids, Steps]:
     chosen, layers = recording.tokens["expert"][:SAMPLED_TOKENS], recording.model.layers
-    numbers = np.arange(recording.model.experts)
-    accessed = [(chosen[:, layer, :, None] == numbers).any(axis=1) for layer in range(layers)]
+    counts = recording.model.expert_counts
+    accessed = [(chosen[:, layer, :, None] == np.arange(counts[layer])).any(axis=1) for layer in range(layers)]
     frequencies = np.concatenate([hits.mean(axis=0) for hits in accessed])
     return np.argsort(-frequencies, kind="stable"), _steps(accessed, -(-layers // STEPS))
 

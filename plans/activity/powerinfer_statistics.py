@@ -195,8 +195,8 @@ def _require_source_order(package: Package) -> None:
 
 def _profile(package: Package, share: NDArray[np.float64], name: str, tokens: int) -> MeasuredProfile:
     model = package.manifest.model
-    neurons = np.stack([1 - (1 - share) ** batch for batch in BATCHES]).astype(np.float32)[:, :, None]
-    frequencies = Frequencies(np.ones((len(BATCHES), model.layers, 1), np.float32), neurons)
+    neurons = np.stack([1 - (1 - share) ** batch for batch in BATCHES]).astype(np.float32)
+    frequencies = Frequencies(np.ones((len(BATCHES), model.layers), np.float32), neurons)
     fired = tuple(round(float(value), SHOWN_DIGITS) for value in share.mean(axis=1))
     profile = ActivityProfile(
         mode="exact",

@@ -30,8 +30,8 @@ Progress = Callable[[int, int], None]
 class Frequencies:
     """Frequencies of a profile in activity.bin: shares 0..1 of the batches of a text.
 
-    experts: [batch sizes, layers, experts]
-    neurons: [batch sizes, layers, experts, neurons]
+    experts: [batch sizes, feed-forwards]
+    neurons: [batch sizes, feed-forwards, neurons]
     """
 
     experts: NDArray[np.float32]
@@ -56,22 +56,22 @@ def hottest_first(neurons: NDArray[np.float32]) -> NDArray[np.intp]:
 
 
 def binned(manifest: Manifest, neurons: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the mean frequencies between EDGES, [batch sizes, layers, experts, bins].
+    """Return the mean frequencies between EDGES, [batch sizes, feed-forwards, bins].
 
     Neurons are in the package's order if that is by frequency, else hottest first. An empty bin has the frequency of
     the neuron at its start.
 
-    neurons: frequencies [batch sizes, layers, experts, neurons]
+    neurons: frequencies [batch sizes, feed-forwards, neurons]
     """
     ends = neuron_bin_ends(manifest.model.neurons)
     ordered = manifest.layout.neuron_order == "frequency"
     bins = np.empty((*neurons.shape[:-1], len(EDGES) - 1), np.float32)
-    for layer, expert in np.ndindex(*neurons.shape[1:3]):
-        frequencies = neurons[:, layer, expert]
+    for ffn in range(neurons.shape[1]):
+        frequencies = neurons[:, ffn]
         frequencies = frequencies if ordered else frequencies[:, hottest_first(frequencies)]
         for number, start in enumerate(ends[:-1]):
             first = min(start, frequencies.shape[1] - 1)
-            bins[:, layer, expert, number] = frequencies[:, first : max(first + 1, ends[number + 1])].mean(axis=1)
+            bins[:, ffn, number] = frequencies[:, first : max(first + 1, ends[number + 1])].mean(axis=1)
     return bins
 
 
@@ -82,7 +82,7 @@ def curve(bins: NDArray[np.float32], neurons: int) -> Points:
     neurons: number of neurons of a feed-forward
     """
     ends = np.array(neuron_bin_ends(neurons))
-    accesses = (bins[0].astype(np.float64) * np.diff(ends)).sum(axis=(0, 1))
+    accesses = (bins[0].astype(np.float64) * np.diff(ends)).sum(axis=0)
     total = accesses.sum()
     shares = np.cumsum(accesses) / total if total else ends[1:] / neurons
     points = {0.0: 0.0}
@@ -111,25 +111,26 @@ def measure(
     """
     model, count = manifest.model, len(recording.tokens)
     frequencies = Frequencies(
-        np.zeros((len(BATCHES), model.layers, model.experts), np.float32),
-        np.zeros((len(BATCHES), model.layers, model.experts, model.neurons), np.float32),
+        np.zeros((len(BATCHES), model.ffns), np.float32),
+        np.zeros((len(BATCHES), model.ffns, model.neurons), np.float32),
     )
     continued, wanted_by_layer, reuse_by_layer = recording.continued(), [], []
     for layer in range(model.layers):
         reused = continued_accesses = accesses = 0
-        for expert in range(model.experts):
+        for expert, ffn in enumerate(model.ffns_of(layer)):
             bits = recording.accessed_bits(layer, expert)
             for number, batch in enumerate(BATCHES):
                 union = _union(bits, batch)
                 neurons = np.unpackbits(union, axis=1, count=model.neurons, bitorder="little")
-                frequencies.neurons[number, layer, expert] = neurons.mean(axis=0, dtype=np.float64)
+                frequencies.neurons[number, ffn] = neurons.mean(axis=0, dtype=np.float64)
             accesses += int(np.bitwise_count(bits).sum())
             continued_accesses += int(np.bitwise_count(bits[continued]).sum())
             reused += int(np.bitwise_count((bits[1:] & bits[:-1])[continued[1:]]).sum())
-            progress(layer * model.experts + expert, 2 * model.ffns)
+            progress(ffn, 2 * model.ffns)
         for number, batch in enumerate(BATCHES):
-            frequencies.experts[number, layer] = _experts(recording.tokens["expert"][:, layer], model.experts, batch)
-        wanted_by_layer.append(accesses / (count * model.experts_per_token * model.neurons))
+            of_layer = _experts(recording.tokens["expert"][:, layer], model.expert_counts[layer], batch)
+            frequencies.experts[number, model.ffns_of(layer)] = of_layer
+        wanted_by_layer.append(accesses / (count * model.active_experts(layer) * model.neurons))
         reuse_by_layer.append(reused / continued_accesses if continued_accesses else 0.0)
     bins = binned(manifest, frequencies.neurons)
     misses = miss_curves(
@@ -139,7 +140,7 @@ def measure(
         mode,
         lambda done, all_: progress(model.ffns + done * model.ffns // all_, 2 * model.ffns),
     )
-    predicted = guessed_experts(recording.tokens["expert"], model.experts) if model.experts > 1 else ((), ())
+    predicted = guessed_experts(recording.tokens["expert"], model.most_experts) if model.experts > 1 else ((), ())
     profile = ActivityProfile(
         mode=mode,
         source="measured",
@@ -152,9 +153,9 @@ def measure(
         experts_by_frequency=_rounded(predicted[0]),
         experts_by_layer_before=_rounded(predicted[1]),
     )
+    active_neurons = np.array([model.active_experts(layer) for layer in range(model.layers)]) * model.neurons
     shares = [
-        _rounded(recording.tokens[name].sum(axis=(0, 2)) / (count * model.experts_per_token * model.neurons))
-        for name in ("active", "fired")
+        _rounded(recording.tokens[name].sum(axis=(0, 2)) / (count * active_neurons)) for name in ("active", "fired")
     ]
     return MeasuredProfile(profile, frequencies, shares[0], shares[1])
 

@@ -29,14 +29,15 @@ Windows = Sequence[Sequence[int]]
 
 
 def token_dtype(model: ModelSpec) -> np.dtype[np.void]:
-    """Return the type of a token's record. All fields are [layers, experts per token], experts by ascending number.
+    """Return the type of a token's record. All fields are [layers, experts per token], experts by ascending number; in
+    layers where fewer experts compute a token, the last places are empty.
 
     expert: number of an expert that computed the token
     fired: number of its neurons whose trigger fired
     active: number of its neurons whose value is not 0
     wanted: one bit per neuron, lowest bit first: whether the token accessed it
     """
-    places = (model.layers, model.experts_per_token)
+    places = (model.layers, model.most_active_experts)
     return np.dtype(
         [
             ("expert", "<i4", places),
@@ -50,15 +51,15 @@ def token_dtype(model: ModelSpec) -> np.dtype[np.void]:
 def token_record(flags: NDArray[np.uint8], model: ModelSpec, mode: ProfileMode) -> NDArray[np.void]:
     """Return the record of a token. Raises ValueError if too many experts computed it.
 
-    flags: bits of np_activity [layers * experts, at least neurons]
+    flags: bits of np_activity [feed-forwards, at least neurons]
     """
     record = np.zeros((), token_dtype(model))
     record["expert"] = NO_EXPERT
-    flags = flags[:, : model.neurons].reshape(model.layers, model.experts, -1)
     accessed_flag = lib.NP_TRIGGERED if mode == "predicted" else lib.NP_FIRED
-    for layer, layer_flags in enumerate(flags):
+    for layer in range(model.layers):
+        layer_flags = flags[model.ffns_of(layer), : model.neurons]
         chosen = np.flatnonzero(layer_flags.any(axis=1))
-        if len(chosen) > model.experts_per_token:
+        if len(chosen) > model.active_experts(layer):
             raise ValueError(f"layer {layer}: {len(chosen)} experts computed one token")
         places, expert_flags = np.s_[layer, : len(chosen)], layer_flags[chosen]
         record["expert"][places] = chosen

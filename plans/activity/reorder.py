@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from neuronpipe.plans.activity.recorded_profile import Frequencies, binned, hottest_first
 from neuronpipe.plans.activity.stored_profile import Stored, write_profiles
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.activity_profile import (
     ALWAYS,
     BATCHES,
@@ -85,8 +86,7 @@ def _orders(package: Package) -> list[Order]:
                 ]
             )
         )
-        for layer in range(model.layers)
-        for expert in range(model.experts)
+        for layer, expert in model.places
     ]
 
 
@@ -105,11 +105,10 @@ def _frequencies(package: Package, target: Manifest, orders: list[Order]) -> dic
     model, stored = package.manifest.model, {}
     for profile in package.manifest.profiles:
         head, neurons = package.activity.stored(profile.mode)
-        shape = (len(BATCHES), model.layers, model.experts)
-        experts = np.frombuffer(head, "<u2")[: int(np.prod(shape))].reshape(shape)
+        experts = np.frombuffer(head, "<u2")[: len(BATCHES) * model.ffns].reshape(len(BATCHES), model.ffns)
         stored_neurons = np.frombuffer(neurons, "<u2").reshape(len(BATCHES), model.ffns, model.neurons)
         ordered_neurons = np.stack([stored_neurons[:, ffn, order] for ffn, order in enumerate(orders)], axis=1)
-        shares = (ordered_neurons.reshape(*shape, model.neurons) / np.float32(ALWAYS)).astype(np.float32)
+        shares = (ordered_neurons / np.float32(ALWAYS)).astype(np.float32)
         frequencies = Frequencies((experts / np.float32(ALWAYS)).astype(np.float32), shares)
         stored[profile.mode] = frequencies.to_bytes(binned(target, shares))
     return stored
@@ -121,8 +120,8 @@ def _copy_fixed(package: Package, writer: PackageWriter, orders: list[Order]) ->
     for name, _ in fixed_vectors(model):
         values = np.frombuffer(_bytes(package.fixed_path, package.fixed[name]), "<f4")
         if name.endswith((".gate.bias", ".up.bias")):
-            first = int(name.split(".")[1]) * model.experts
-            of_experts = zip(values.reshape(model.experts, -1), orders[first : first + model.experts], strict=True)
+            ffns = model.ffns_of(int(name.split(".")[1]))
+            of_experts = zip(values.reshape(len(ffns), -1), orders[ffns.start : ffns.stop], strict=True)
             values = np.concatenate([of_expert[order] for of_expert, order in of_experts])
         writer.vector(name, values)
     for name, rows, _ in fixed_matrices(model):
@@ -138,7 +137,7 @@ def _copy_predictor(package: Package, writer: PackageWriter, orders: list[Order]
     for name in predictor_tensors(manifest.model, manifest.predictor):
         if name.endswith(".bias"):
             values = np.frombuffer(_bytes(package.predictor_path, tensors[name]), "<f4")
-            writer.predictor_vector(name, values[orders[_ffn_of(name, manifest.model.experts)]])
+            writer.predictor_vector(name, values[orders[_ffn_of(name, manifest.model)]])
     for number, (name, rows, _) in enumerate(predictor_matrices(manifest.model, manifest.predictor)):
         ffn, matrix = divmod(number, matrices_per_ffn)
         (whole,) = _row_pieces(package.predictor_path, tensors, name, rows, at_once=rows)
@@ -146,9 +145,9 @@ def _copy_predictor(package: Package, writer: PackageWriter, orders: list[Order]
         writer.predictor_matrix(name, Rows(whole.quants[order], whole.scales[order]))
 
 
-def _ffn_of(name: str, experts: int) -> int:
+def _ffn_of(name: str, model: ModelSpec) -> int:
     words = name.split(".")
-    return int(words[1]) * experts + (int(words[3]) if words[2] == "experts" else 0)
+    return model.first_ffns[int(words[1])] + (int(words[3]) if words[2] == "experts" else 0)
 
 
 def _row_pieces(

@@ -90,10 +90,8 @@ class Work:
         """Begin, or continue after `pieces`, which are written already. squares: their sums of squares."""
         written = {name for piece in pieces for name in (*piece.vectors, *piece.matrices)}
         written |= {name for piece in pieces for ffn in self._ffns(piece) for name in self._predictor_names(ffn)}
-        self.writer.resume_after(
-            written,
-            sum(piece.layer is not None for piece in pieces) * self.manifest.clusters // self.manifest.model.layers,
-        )
+        ffns = sum(len(self._ffns(piece)) for piece in pieces)
+        self.writer.resume_after(written, ffns * self.manifest.layout.clusters)
         if self.checkpoint.inverse_frequency is not None:
             self.writer.vector("rope.inverse_frequency", self.checkpoint.inverse_frequency)
         self.squares = squares
@@ -124,8 +122,7 @@ class Work:
             self._predictor(ffn, order)
 
     def _ffns(self, piece: Piece) -> range:
-        experts = self.manifest.model.experts
-        return range(0) if piece.layer is None else range(piece.layer * experts, (piece.layer + 1) * experts)
+        return range(0) if piece.layer is None else self.manifest.model.ffns_of(piece.layer)
 
     def _predictor_weights(self, ffn: int) -> int:
         model, predictor = self.manifest.model, self.manifest.predictor
@@ -133,7 +130,7 @@ class Work:
 
     def _predictor_names(self, ffn: int) -> tuple[str, str, str]:
         model = self.manifest.model
-        name = predictor_name(model, *divmod(ffn, model.experts))
+        name = predictor_name(model, *model.place_of(ffn))
         return f"{name}.input", f"{name}.{model.trigger}", f"{name}.{model.trigger}.bias"
 
     def _predictor(self, ffn: int, order: RowNumbers) -> None:

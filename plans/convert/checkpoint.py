@@ -16,6 +16,7 @@ from neuronpipe.plans.convert.stored_tensors import Inventory, RowNumbers, Store
 from neuronpipe.plans.models.family import TensorNames
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import MAX_RANK, Source
+from neuronpipe.plans.package.tensors import norm_widths
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
@@ -44,7 +45,7 @@ class SourcePredictors:
     """Predictors in a source. Scores are second . relu(first . x), with x the residual stream before the feed-forward's
     norm.
 
-    first: for each feed-forward, by layer * experts + expert, the matrix fc1 [rank, width]
+    first: for each feed-forward, in the order of `ModelSpec.places`, the matrix fc1 [rank, width]
     second: likewise fc2 [neurons, rank]
     threshold: a neuron is predicted if its score is at least this; None: if its score is above 0
     """
@@ -143,8 +144,7 @@ def take_predictors(
         return None
     within = [
         f"{names.layer.format(layer)}{names.expert.format(expert) if model.experts > 1 else ''}"
-        for layer in range(model.layers)
-        for expert in range(model.experts)
+        for layer, expert in model.places
     ]
     stored = [tuple(f"{place}{names.predictor.format(matrix)}.weight" for matrix in (1, 2)) for place in within]
     present = [name for pair in stored for name in pair if inventory.has(name)]
@@ -210,12 +210,15 @@ class _Tensors:
         self._take_norm(f"{prefix}.ffn_norm", f"{layer}{self._names.ffn_norm}")
         self._take_projections(prefix, layer)
         self._take_attention_output(prefix, layer)
-        if self._model.head_norm:
+        if self._model.head_norm or self._model.joint_norm:
             self._take_head_norms(prefix, layer)
         if self._model.attention_sinks:
             sinks = self._inventory.take(f"{layer}{self._name('sinks')}", self._model.query_heads)
             self.vectors[f"{prefix}.sinks"] = (sinks,)
-        self._take_ffn(prefix, layer)
+        if self._model.routed_experts(number) or self._model.experts == 1:
+            self._take_ffn(prefix, layer)
+        if self._model.experts_differ:
+            self._take_always_active(number, prefix, layer)
 
     def _take_projections(self, prefix: str, layer: str) -> None:
         model, orders = self._model, self._orders
@@ -238,19 +241,15 @@ class _Tensors:
             self.vectors[f"{prefix}.attention_output.bias"] = (self._bias(stored, model.width),)
 
     def _take_head_norms(self, prefix: str, layer: str) -> None:
-        head_width = self._model.head_width
-        for part in ("query", "key"):
-            weights = self._weight(f"{layer}{self._name(f'{part}_norm')}", head_width).as_column()
-            of_one_head = self._orders[part][:head_width] if part in self._orders else None
-            self.vectors[f"{prefix}.{part}_norm"] = (weights.reordered(of_one_head).plus(self._norm_offset),)
+        for part, width in zip(("query", "key"), norm_widths(self._model), strict=True):
+            weights = self._weight(f"{layer}{self._name(f'{part}_norm')}", width).as_column()
+            order = self._orders[part][:width] if part in self._orders else None
+            self.vectors[f"{prefix}.{part}_norm"] = (weights.reordered(order).plus(self._norm_offset),)
 
     def _take_ffn(self, prefix: str, layer: str) -> None:
-        neurons, width, experts = self._model.neurons, self._model.width, self._model.experts
-        if experts > 1:
-            router = f"{layer}{self._name('router')}"
-            self.vectors[f"{prefix}.router"] = (self._weight(router, experts, width),)
-            if self._model.router_bias:
-                self.vectors[f"{prefix}.router.bias"] = (self._bias(router, experts),)
+        neurons, width = self._model.neurons, self._model.width
+        if self._model.experts > 1:
+            self._take_router(prefix, layer)
         if self._names.joined_gate_up is not None:
             self._take_joined(prefix, layer, self._names.joined_gate_up)
             return
@@ -262,6 +261,39 @@ class _Tensors:
         for matrix in self._model.ffn_matrices if self._model.ffn_bias else ():
             length = width if matrix == "down" else neurons
             self.vectors[f"{prefix}.{matrix}.bias"] = self._take_ffn_bias(layer, self._name(matrix), length)
+
+    def _take_router(self, prefix: str, layer: str) -> None:
+        model, router = self._model, f"{layer}{self._name('router')}"
+        self.vectors[f"{prefix}.router"] = (self._weight(router, model.experts, model.width),)
+        if model.router_bias:
+            self.vectors[f"{prefix}.router.bias"] = (self._bias(router, model.experts),)
+        if model.choosing_bias:
+            self.vectors[f"{prefix}.router.choosing_bias"] = (self._row(layer, "choosing_bias", model.experts),)
+        if model.shared_gate:
+            self.vectors[f"{prefix}.shared_gate"] = (self._row(layer, "shared_gate", model.width, ".weight"),)
+
+    def _take_always_active(self, number: int, prefix: str, layer: str) -> None:
+        """Take the experts of a layer that compute every token: parts of equal width of one feed-forward."""
+        model, first = self._model, self._model.routed_experts(number)
+        parts = model.expert_counts[number] - first
+        if not parts:
+            return
+        pattern = self._name("shared" if first else "dense")
+        names = {matrix: f"{layer}{pattern.format(matrix)}.weight" for matrix in model.ffn_matrices}
+        shape = self._inventory.shape(names["up"])
+        neurons = shape[0] if len(shape) == 2 else 0
+        if -(-neurons // model.neurons) != parts:
+            raise UserError(
+                f"{self._inventory.file(names['up'])}: {safe_name(names['up'])}: has {neurons} neurons, but the "
+                f"configuration needs {(parts - 1) * model.neurons + 1} to {parts * model.neurons}"
+            )
+        for matrix, name in names.items():
+            shape = (model.width, neurons) if matrix == "down" else (neurons, model.width)
+            whole = self._inventory.take(name, *shape)
+            for part in range(parts):
+                cut = whole.column_part if matrix == "down" else whole.row_part
+                stored = cut(part * model.neurons, model.neurons)
+                self.matrices[ffn_name(model, prefix, first + part, matrix)] = (stored,)
 
     def _take_joined(self, prefix: str, layer: str, gate_up: str) -> None:
         joined = take_joined_experts(self._inventory, self._model, layer, gate_up, self._names.down)
@@ -290,6 +322,12 @@ class _Tensors:
             return (self._inventory.take(f"{layer}{name}.bias", experts, length),)
         parents = [self._names.expert.format(number) for number in range(experts)] if experts > 1 else [""]
         return tuple(self._bias(f"{layer}{parent}{name}", length) for parent in parents)
+
+    def _row(self, layer: str, field: str, length: int, ending: str = "") -> StoredMatrix:
+        """Return a vector that may be stored as a matrix of one row."""
+        name = f"{layer}{self._name(field)}{ending}"
+        shape = (1, length) if len(self._inventory.shape(name)) == 2 else (length,)
+        return self._inventory.take(name, *shape)
 
     def _weight(self, stored: str, *shape: int) -> StoredMatrix:
         return self._inventory.take(f"{stored}.weight", *shape)

@@ -55,8 +55,9 @@ def pieces_of(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tup
 
     def of_layer(number: int) -> Piece:
         as_stored = np.arange(model.neurons)
-        orders = (as_stored,) * model.experts if shares is None else tuple(map(hot_first, shares[number]))
-        ffns = slice(number * model.experts, (number + 1) * model.experts)
+        of_layer = model.ffns_of(number)
+        ffns = slice(of_layer.start, of_layer.stop)
+        orders = (as_stored,) * len(of_layer) if shares is None else tuple(map(hot_first, shares[ffns]))
         stored = checkpoint.predictors
         predictors = () if stored is None else (*stored.first[ffns], *stored.second[ffns])
         return piece(lambda name: name.startswith(f"layers.{number}."), predictors, layer=number, orders=orders)
@@ -71,9 +72,11 @@ def pieces_of(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tup
 
 
 def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
-    """Return the firing shares 0..1 in a .npy file, [layers, experts, neurons] in the source's order. Raises UserError
-    if they do not fit the model."""
-    expected = (model.layers, model.experts, model.neurons)
+    """Return the firing shares 0..1 in a .npy file, [feed-forwards, neurons] in the source's order. Raises UserError if
+    they do not fit the model. The file has [layers, experts, neurons], unless layers have different numbers of experts.
+    """
+    is_even = len(set(model.expert_counts)) == 1
+    expected = (model.layers, model.most_experts, model.neurons) if is_even else (model.ffns, model.neurons)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about old headers; if they matter, an error follows
@@ -85,7 +88,7 @@ def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
         raise UserError(f"{path}: expected floating-point firing shares of shape {list(expected)}")
     if not ((shares >= 0) & (shares <= 1)).all():
         raise UserError(f"{path}: firing shares lie between 0 and 1")
-    return np.asarray(shares, dtype=np.float32)
+    return np.asarray(shares, dtype=np.float32).reshape(model.ffns, model.neurons)
 
 
 def hot_first(shares: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -59,6 +59,7 @@ from neuronpipe.plans.quantization_choice import (
 )
 from neuronpipe.plans.strict_json import one_line
 from neuronpipe.protocol.errors import UserError
+from numpy.typing import NDArray
 
 WEIGHED: tuple[Quantization, ...] = (*MINIMUM_QUANTIZATIONS, *CODEBOOK_QUANTIZATIONS)
 """Quantizations whose encoding uses the importance of columns."""
@@ -189,7 +190,7 @@ class Conversion:
             quantization_error={},
             chat=None if chat is None else Chat(begin=chat.begin, end=chat.end),
             source_experts=None if experts is None else experts.places,
-            fired_by_layer=None if shares is None else tuple(float(share) for share in shares.mean(axis=(1, 2))),
+            fired_by_layer=None if shares is None else _by_layer(shares, model),
         )
         chosen = self._nearest(quantization) if isinstance(quantization, float) else quantization or default
         _require_groups(checkpoint, chosen)
@@ -403,3 +404,9 @@ def _require_gates(model: ModelSpec, quantization: Quantization, gates: Quantiza
         raise UserError(f"gates in {gates}: this model's feed-forward has no gates")
     if quantization != "q4":
         raise UserError(f"gates in {gates}: only with the rest in q4, and this package is to be {quantization}")
+
+
+def _by_layer(shares: NDArray[np.float32], model: ModelSpec) -> tuple[float, ...]:
+    """Return the mean firing share of the neurons of each layer. shares: as `read_frequencies` returns them"""
+    ffns = map(model.ffns_of, range(model.layers))
+    return tuple(float(shares[of_layer.start : of_layer.stop].mean()) for of_layer in ffns)

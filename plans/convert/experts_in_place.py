@@ -79,12 +79,7 @@ def _expert(checkpoint: Checkpoint, layer: int, expert: int, matrix: str) -> Sto
 
 def _all_experts(checkpoint: Checkpoint) -> Iterator[StoredMatrix]:
     model = checkpoint.model
-    return (
-        _expert(checkpoint, layer, expert, matrix)
-        for matrix in MATRICES
-        for layer in range(model.layers)
-        for expert in range(model.experts)
-    )
+    return (_expert(checkpoint, layer, expert, matrix) for matrix in MATRICES for layer, expert in model.places)
 
 
 def _refusal(checkpoint: Checkpoint) -> str | None:
@@ -96,6 +91,8 @@ def _refusal(checkpoint: Checkpoint) -> str | None:
         return "its experts are not needed whole, so they are stored by neuron"
     if checkpoint.down_by_neuron:
         return "its experts are stored in a form of their own"
+    if model.experts_differ:
+        return "experts that compute every token are stored as one feed-forward"
     largest_bytes = 0
     for layer in range(model.layers):
         expert_bytes = 0

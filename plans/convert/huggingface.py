@@ -13,7 +13,13 @@ from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predic
 from neuronpipe.plans.convert.end_tokens import EndToken, added_tokens, end_tokens, ids_at
 from neuronpipe.plans.convert.joined_experts import is_in_mxfp4
 from neuronpipe.plans.convert.refusals import refuse_missing_config, refuse_other_directories
-from neuronpipe.plans.convert.rope import attention_scale, paired_order, rotated_width, scaled_frequencies
+from neuronpipe.plans.convert.rope import (
+    attention_scale,
+    interleaved_order,
+    paired_order,
+    rotated_width,
+    scaled_frequencies,
+)
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.stored_tensors import Inventory, OpenFile, RowNumbers
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
@@ -27,6 +33,7 @@ from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted,
 from numpy.typing import NDArray
 
 MAX_FILES = 1000
+MAX_EXTRA_LAYERS = 16
 
 
 def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceFile) -> Checkpoint:
@@ -55,6 +62,8 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         matrices, vectors = take_tensors(inventory, model, names, orders, norm_offset=architecture.norm_offset)
         predictors = take_predictors(inventory, model, names, enabled=options.predictor)
         unused = f"{names.output}.weight" if model.tied_embeddings else "(?!)"
+        left_out = [re.escape(names.layer.format(model.layers + n)) for n in range(_extra_layers(config, architecture))]
+        unused = "|".join([unused, *(f"{layer}.*" for layer in left_out)])
         inventory.refuse_leftovers(re.compile(f"{architecture.harmless}|{unused}"))
         tokenizer = read_tokenizer(options.tokenizer or path / "tokenizer.json", model.vocabulary)
         template = huggingface_template(path, options.chat_template)
@@ -76,20 +85,28 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     raise AssertionError  # for the type checker, which assumes that ExitStack.__exit__ may suppress errors
 
 
+def _extra_layers(config: Record, architecture: Architecture) -> int:
+    """Return the number of layers behind the last one that are left out."""
+    key = architecture.extra_layers
+    return config.integer(key, 0, MAX_EXTRA_LAYERS) if key is not None and config.has(key) else 0
+
+
 def _positions(
     config: Record, model: ModelSpec, architecture: Architecture
 ) -> tuple[NDArray[np.float32] | None, dict[str, RowNumbers]]:
     """Return the table of inverse frequencies, None without rotary positions, and the order of the rows of queries and
-    keys, empty unless only a part of each head rotates."""
+    keys, empty unless only a part of each head rotates, or neighbours are pairs."""
     if model.positions != "rotary":
         return None, {}
     rotated = rotated_width(config, model.head_width, partial=architecture.partial_rotary)
     frequencies = scaled_frequencies(config, model.head_width, rotated)
-    if rotated == model.head_width:
+    heads = {"query": model.query_heads, "key": model.key_heads}
+    if rotated == model.head_width and not architecture.interleaved:
         return frequencies, {}
+    if rotated == model.head_width:
+        return frequencies, {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
     if model.attention_scale != 1:
         config.fail("partial_rotary_factor", "yarn's factor on scores is not supported where a part of a head rotates")
-    heads = {"query": model.query_heads, "key": model.key_heads}
     return frequencies, {part: paired_order(count, model.head_width, rotated) for part, count in heads.items()}
 
 

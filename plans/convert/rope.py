@@ -70,6 +70,11 @@ def rotated_width(config: Record, head_width: int, *, partial: bool) -> int:
             if record.number(field, 0, 1) != 1:
                 record.fail(field, "only heads that rotate as a whole are supported in this class")
         return head_width
+    if config.has("rotary_dim") and not sources:
+        rotated = config.integer("rotary_dim", 2, head_width)
+        if rotated % 2 or head_width % 2:
+            config.fail("rotary_dim", f"is {rotated} of a head of {head_width}; rotation needs pairs")
+        return rotated
     if not sources:
         return head_width
     share = sources[0].number(field, 0, 1)
@@ -87,6 +92,13 @@ def paired_order(heads: int, head_width: int, rotated: int) -> NDArray[np.int64]
     head = np.concatenate([part for half in halves for part in half])
     rows: NDArray[np.int64] = np.arange(heads, dtype=np.int64)[:, None] * head_width + head
     return rows.reshape(-1)
+
+
+def interleaved_order(heads: int, head_width: int) -> NDArray[np.int64]:
+    """Return the order of the rows of a query or key matrix that turns neighbouring elements of a head, which form a
+    pair in the file, into elements j and j + head_width / 2."""
+    rows = np.arange(heads * head_width, dtype=np.int64).reshape(heads, head_width // 2, 2)
+    return rows.swapaxes(1, 2).reshape(-1)
 
 
 def _scaling(config: Record) -> Record | None:

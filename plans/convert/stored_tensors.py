@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ class StoredMatrix:
     """Rows of one encoding at equal distances in a file. A vector is a matrix of one row, or after `as_column` of one
     column.
 
-    order: row r is the stored row order[r]; None: as stored
+    order: row r is the stored row order[r], or zeros if that is negative; None: as stored
     offset_added: added to every element by `vector`
     """
 
@@ -66,6 +66,10 @@ class StoredMatrix:
         """Return the bytes of some rows: [len(rows), row bytes]. Raises UserError if they cannot be read."""
         stride = self.stride_bytes
         places = rows if self.order is None else self.order[rows]
+        if len(places) and (absent := places < 0).any():
+            padded = np.zeros((len(rows), stride), dtype=np.uint8)  # bytes of 0 are weights of 0 in every encoding
+            padded[~absent] = replace(self, order=None).stored(places[~absent])
+            return padded
         breaks = np.flatnonzero(np.diff(places) != 1) + 1
         if len(breaks):
             first, end = int(places.min()), int(places.max()) + 1
@@ -97,6 +101,33 @@ class StoredMatrix:
         """Return all values in one dimension, plus `offset_added`."""
         values = self.values(np.arange(self.rows, dtype=np.int64)).reshape(-1)
         return values + np.float32(self.offset_added) if self.offset_added else values
+
+    def row_part(self, first: int, count: int) -> StoredMatrix:
+        """Return a matrix of `count` stored rows, from row `first` on. Rows that do not exist are zeros."""
+        places = np.arange(first, first + count, dtype=np.int64)
+        return replace(self, rows=count, order=np.where(places < self.rows, places, -1))
+
+    def column_part(self, first: int, count: int) -> ColumnPart:
+        """Return a matrix of `count` columns, from column `first` on. Columns that do not exist are zeros."""
+        return ColumnPart(
+            self.name, self.file, self.offset, self.rows, count, self.encoding, whole=self, first_column=first
+        )
+
+
+@frozen
+class ColumnPart(StoredMatrix):
+    """Some columns of a matrix. Only its values can be read, and that reads whole rows."""
+
+    whole: StoredMatrix = field(kw_only=True)
+    first_column: int = field(kw_only=True)
+
+    @property
+    def stride_bytes(self) -> int:
+        return self.whole.stride_bytes
+
+    def values(self, rows: RowNumbers) -> NDArray[np.float32]:
+        part = self.whole.values(rows)[:, self.first_column : self.first_column + self.columns]
+        return np.pad(part, ((0, 0), (0, self.columns - part.shape[1])))
 
 
 OpenFile = Callable[[Path], SourceFile]

@@ -73,10 +73,10 @@ class AcceleratorCost:
             quantization=self._measured_like(self.manifest.quantization),
             row_weights=model.width,
         )
-        pairs = work.batch * model.experts_per_token
+        pairs = work.batch * model.most_active_experts
         sent_bytes = work.batch * VECTOR_BYTES_PER_WEIGHT * model.width
         if self.mode == "predicted":
-            sent_bytes += min(model.experts, pairs) * work.blocks * layout.block_neurons * -(-work.batch // 8)
+            sent_bytes += min(model.most_experts, pairs) * work.blocks * layout.block_neurons * -(-work.batch // 8)
         # Sums of blocks form binary trees: the device returns one vector for each power of two in the number of blocks.
         returned_bytes = 4 * pairs * work.blocks.bit_count() * model.width
         layer_us = (

@@ -53,12 +53,11 @@ class AccessFrequencies:
 
     def _ffns(self, mode: ProfileMode, whole_experts: bool, batch: int) -> Iterator[Bins]:
         model, neurons = self._manifest.model, self._manifest.layout.cluster_neurons
-        for layer in range(model.layers):
-            for expert in range(model.experts):
-                chosen = self._activity.expert(mode, batch, layer, expert)
-                if whole_experts or not chosen:
-                    yield [(chosen, self._manifest.layout.clusters)]
-                    continue
-                bins = self._activity.bins(mode, batch, layer, expert)
-                frequencies = (chosen * (1 - (1 - min(1.0, each / chosen)) ** neurons) for each in bins)
-                yield list(zip(frequencies, self._bin_clusters, strict=True))
+        for layer, expert in model.places:
+            chosen = self._activity.expert(mode, batch, layer, expert)
+            if whole_experts or not chosen:
+                yield [(chosen, self._manifest.layout.clusters)]
+                continue
+            bins = self._activity.bins(mode, batch, layer, expert)
+            frequencies = (chosen * (1 - (1 - min(1.0, each / chosen)) ** neurons) for each in bins)
+            yield list(zip(frequencies, self._bin_clusters, strict=True))

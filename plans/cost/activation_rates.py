@@ -108,7 +108,7 @@ def hot_experts_of(family: str) -> HotExperts:
 class ActivationRates:
     """Shares of the neurons of a chosen feed-forward whose rows a token reads: means over layers and tokens."""
 
-    chosen: float  # share of a layer's experts that compute a token; 1 in a dense model
+    chosen: float  # share of all experts that compute a token; 1 in a dense model
     trigger_read: float  # the trigger row is read: that of Gate, or of Up where there is no gate
     value_read: float  # the value part is read, because the trigger is active
     down_read: float  # the Down row is read, because the whole neuron is active (dReLU: Gate and Up)
@@ -258,12 +258,22 @@ def assumed_expert_misses(model: ModelSpec, resident_share: float) -> float:
 
     If memory has room for all hot experts and the other experts of one token, hot experts never miss, and the others
     compete for the remaining memory. With less memory, down to room for one token's experts, the rate is interpolated.
+    Experts that compute every token never miss, and the others compete for the remaining memory.
     """
+    all_chosen, always = model.active_ffns / model.ffns, model.always_active_ffns / model.ffns
+    if resident_share < all_chosen:
+        return 1.0
+    if resident_share >= 1.0 or model.experts == 1:
+        return 0.0
+    routed_share = (resident_share - always) / (1 - always)
+    return (1 - always / all_chosen) * _assumed_routed_misses(model, routed_share)
+
+
+def _assumed_routed_misses(model: ModelSpec, resident_share: float) -> float:
+    """Return the assumed miss rate of the experts that routers choose, by the share of these that is resident."""
     chosen = model.experts_per_token / model.experts
     if resident_share < chosen:
         return 1.0
-    if resident_share >= 1.0:
-        return 0.0
     (_, repeated), *_, (twice, left) = ASSUMED_EXPERT_MISSES
     hot = hot_experts_of(model.family)
     hot_share = hot.count(model.experts) / model.experts
@@ -320,7 +330,7 @@ def rates(manifest: Manifest, mode: Mode, frequencies: AccessFrequencies | None 
         trigger_fired, fired = min(trigger_fired, triggers), min(fired, triggers)
     profile = manifest.profile(mode) or manifest.profile("exact")
     return ActivationRates(
-        chosen=manifest.model.experts_per_token / manifest.model.experts,
+        chosen=manifest.model.active_ffns / manifest.model.ffns,
         trigger_read=triggers,
         value_read=trigger_fired,
         down_read=fired,

@@ -35,6 +35,10 @@ class TensorNames:
     first_position: number of rows of `positions` before the row of position 0
     joined_gate_up: the tensor in which the rows of gate and up of all experts alternate
     sinks: scores of attention sinks; the whole name
+    choosing_bias: biases of experts that only choose; the whole name
+    shared: a matrix of the shared experts of a layer, which lie in one tensor; {} is gate, up or down
+    dense: a matrix of the feed-forward of a mixture's layer without router; {} is gate, up or down
+    shared_gate: the weights of the gate of the shared experts
     predictor: the two matrices of the predictor, {} is 1 or 2; the prefix is `layer`, in a mixture also `expert`
     """
 
@@ -59,6 +63,10 @@ class TensorNames:
     positions: str | None = None
     first_position: int = 0
     router: str | None = None
+    choosing_bias: str | None = None
+    shared: str | None = None
+    shared_gate: str | None = None
+    dense: str | None = None
     expert: str = ""
     stacked: bool = False
     predictor: str | None = None
@@ -77,7 +85,10 @@ class Architecture:
         store them: queries, keys, values
     harmless: a regular expression of the names of tensors that may be present and are ignored
     norm_offset: added to the stored weight of every norm
-    partial_rotary: only a part of each head is rotated, from the first element on: `partial_rotary_factor`
+    partial_rotary: only a part of each head is rotated, from the first element on: `partial_rotary_factor` of it, or
+        `rotary_dim` elements
+    interleaved: rotary positions rotate neighbouring elements as a pair, not element i with i + head_width / 2
+    extra_layers: the key of the number of layers behind the last one, which predict further tokens and are left out
     """
 
     config_class: str
@@ -88,6 +99,8 @@ class Architecture:
     harmless: str = r"(?!)"
     norm_offset: float = 0.0
     partial_rotary: bool = False
+    interleaved: bool = False
+    extra_layers: str | None = None
 
     def tensor_names(self, config: Record) -> TensorNames:
         return self.names(config) if callable(self.names) else self.names

@@ -9,14 +9,21 @@ run. No other code depends on the family of a model.
     inner      gated: activation(gate(x)) * up(x), drelu: relu(gate(x)) * relu(up(x)); not gated: activation(up(x))
     relu       0 for values up to activation_threshold, others unchanged
     clamped_swiglu  (clamp(up) + 1) * g * sigmoid(1.702 g) with g = min(gate, limit): the experts of gpt-oss
-    mixture    down(inner(norm(x))) is a sum over the experts with the greatest router values, each times its share
+    mixture    down(inner(norm(x))) is a sum over the experts with the greatest router values, each times its share, and
+               over the shared experts, each times its gate
+
+All experts have the same number of neurons, so that the clusters of a package are alike. A feed-forward of several
+times that width is that many experts which compute every token: a layer without a router has no others.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+import bisect
+import itertools
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from neuronpipe.protocol.frozen import frozen
 
@@ -25,12 +32,15 @@ NormKind = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
 Router = Literal["softmax", "sigmoid"]
 RouterInput = Literal["feed_forward", "layer"]
-ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu", "clamped_swiglu")
 SELECTABLE_ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")  # which one a user may choose
-NORMS: tuple[NormKind, ...] = ("rms", "layer")
-POSITIONS: tuple[Positions, ...] = ("rotary", "learned")
-ROUTERS: tuple[Router, ...] = ("softmax", "sigmoid")
-ROUTER_INPUTS: tuple[RouterInput, ...] = ("feed_forward", "layer")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "activation": get_args(Activation),
+    "norm": get_args(NormKind),
+    "positions": get_args(Positions),
+    "router": get_args(Router),
+    "router_reads": get_args(RouterInput),
+}
+"""The values of the fields of ModelSpec that have a choice of some."""
 
 
 class Limits(NamedTuple):
@@ -53,7 +63,19 @@ class Limits(NamedTuple):
 MAX = Limits()
 MAX_THRESHOLD = 1e6
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
-SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention_scale")
+SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention_scale", "routed_scale")
+RANGES: dict[str, tuple[float, float]] = {
+    **{name: (1, maximum) for name, maximum in MAX._asdict().items() if name != "layers"},
+    "experts_per_token": (1, MAX.experts),
+    "shared_experts": (0, MAX.experts),
+    "router_groups": (1, MAX.experts),
+    "groups_per_token": (1, MAX.experts),
+    "norm_epsilon": (0.0, 1.0),
+    "activation_limit": (0.0, MAX_THRESHOLD),
+    "activation_threshold": (0.0, MAX_THRESHOLD),
+    **dict.fromkeys(SCALES, (MIN_SCALE, MAX_SCALE)),
+}
+"""The least and the greatest value of every number in ModelSpec."""
 
 
 class SpecError(ValueError):
@@ -71,11 +93,14 @@ class LayerKind:
     layers: number of layers
     window_tokens: the attention window: how many tokens a token attends to, itself included; 0: all up to itself
     rotary: True if heads are rotated, in a model with rotary positions
+    dense_experts: in a mixture, the experts of a layer that has no router, all of which compute each token; 0: the
+        layer has a router
     """
 
     layers: int
     window_tokens: int = 0
     rotary: bool = True
+    dense_experts: int = 0
 
 
 @frozen(kw_only=True)
@@ -84,10 +109,15 @@ class ModelSpec:
 
     family: name of the family in plans/models/, only for messages and tables
     neurons: neurons of one expert's feed-forward
-    experts: experts of each layer; a dense model has one
-    experts_per_token: how many experts compute a token
-    router: how the router values of the chosen experts become factors that sum to 1: softmax, or sigmoids divided by
-        their sum
+    experts: experts of each layer among which its router chooses; a dense model has one
+    experts_per_token: how many of them compute a token
+    shared_experts: further experts of each layer with a router, which compute every token
+    shared_gate: each token's output of the shared experts is multiplied by the sigmoid of a product with its input
+    router: how router values become scores: their softmax, or their sigmoids. A chosen expert's share is its score,
+        divided by the sum of the chosen experts' if `normalized_shares`, times `routed_scale`
+    choosing_bias: experts are chosen by score plus a bias of each expert, which does not change the shares
+    router_groups: groups of consecutive experts; a token's experts are in those with the greatest sum of two scores
+    groups_per_token: how many groups a token's experts are in
     router_reads: input of the router: the normed input of the feed-forward, or the layer's input unchanged
     layer_kinds: the layers from the first to the last, in runs of the same kind
     query_heads: heads of attention
@@ -100,6 +130,7 @@ class ModelSpec:
     positions: rotary: heads are rotated by tables of the package; learned: each position has a vector that is added to
         the embedding
     head_norm: queries and keys are RMS-normed, each head by itself, before they are rotated
+    joint_norm: queries and keys are RMS-normed, all heads together, before they are rotated
     activation: activation of the feed-forward
     gated: the feed-forward has Gate beside Up and Down
     qkv_bias: the projections of queries, keys and values have biases
@@ -115,6 +146,7 @@ class ModelSpec:
     logit_scale: factor of every logit
     residual_scale: factor of what attention and feed-forward add to the residual stream
     attention_scale: factor of attention scores besides 1 / sqrt(head_width): YaRN's factor for long contexts, squared
+    routed_scale: factor of the shares of chosen experts
     """
 
     family: str
@@ -122,8 +154,14 @@ class ModelSpec:
     neurons: int
     experts: int = 1
     experts_per_token: int = 1
+    shared_experts: int = 0
+    shared_gate: bool = False
     router: Router = "softmax"
     router_reads: RouterInput = "feed_forward"
+    choosing_bias: bool = False
+    normalized_shares: bool = True
+    router_groups: int = 1
+    groups_per_token: int = 1
     layer_kinds: tuple[LayerKind, ...]
     query_heads: int
     key_heads: int
@@ -134,6 +172,7 @@ class ModelSpec:
     norm_epsilon: float
     positions: Positions = "rotary"
     head_norm: bool = False
+    joint_norm: bool = False
     activation: Activation
     gated: bool = True
     qkv_bias: bool = False
@@ -149,12 +188,12 @@ class ModelSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     attention_scale: float = 1.0
+    routed_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for field, maximum in MAX._asdict().items():
-            if field != "layers":
-                value = getattr(self, field)
-                self._require(field, 1 <= value <= maximum, f"{value} is not between 1 and {maximum}")
+        for field, (minimum, maximum) in RANGES.items():
+            value = getattr(self, field)
+            self._require(field, minimum <= value <= maximum, f"{value} is not between {minimum} and {maximum}")
         self._require("layer_kinds", all(kind.layers >= 1 for kind in self.layer_kinds), "a run of no layers")
         self._require("layer_kinds", 1 <= self.layers <= MAX.layers, f"{self.layers} layers, not 1 to {MAX.layers}")
         windows = (0 <= kind.window_tokens <= MAX.context_tokens for kind in self.layer_kinds)
@@ -163,14 +202,8 @@ class ModelSpec:
         self._require("head_width", pairs, f"{self.head_width} is odd; rotary positions need pairs")
         multiple = self.query_heads % self.key_heads == 0
         self._require("query_heads", multiple, f"{self.query_heads} is no multiple of key_heads, {self.key_heads}")
-        self._require("norm_epsilon", 0 <= self.norm_epsilon <= 1, f"{self.norm_epsilon} is not between 0 and 1")
         plain = self.gated or self.activation in ("relu", "relu2")
         self._require("activation", plain, f"{self.activation} needs a feed-forward with a gate")
-        for field in SCALES:
-            value = getattr(self, field)
-            self._require(field, MIN_SCALE <= value <= MAX_SCALE, f"{value} is not {MIN_SCALE} to {MAX_SCALE}")
-        within = 0 <= self.activation_threshold <= MAX_THRESHOLD
-        self._require("activation_threshold", within, f"{self.activation_threshold} is not 0 to {MAX_THRESHOLD}")
         plain = self.activation == "relu" or self.activation_threshold == 0
         self._require("activation_threshold", plain, f"is not 0, but {self.activation} has none")
         chosen = self.experts_per_token
@@ -178,10 +211,34 @@ class ModelSpec:
         self._require("experts", self.gated or self.experts == 1, "a mixture's experts have a gate")
         plain = not (self.gated and self.ffn_bias) or self.all_neurons_fire
         self._require("ffn_bias", plain, f"not supported with a gate and {self.activation}")
-        self._require("router_bias", self.experts > 1 or not self.router_bias, "a dense model has no router")
+        self._require_routing()
         limited = self.activation == "clamped_swiglu"
-        within = 0 < self.activation_limit <= MAX_THRESHOLD if limited else self.activation_limit == 0
+        within = self.activation_limit > 0 if limited else self.activation_limit == 0
         self._require("activation_limit", within, f"{self.activation_limit} does not go with {self.activation}")
+
+    def _require_routing(self) -> None:
+        for field in ("router_bias", "choosing_bias", "shared_gate"):
+            self._require(field, self.experts > 1 or not getattr(self, field), "a dense model has no router")
+        for field in ("router_groups", "groups_per_token", "routed_scale"):
+            self._require(field, self.experts > 1 or getattr(self, field) == 1, "a dense model has no router")
+        self._require("normalized_shares", self.experts > 1 or self.normalized_shares, "a dense model has no router")
+        whole = 1 <= self.router_groups <= self.experts and self.experts % self.router_groups == 0
+        self._require("router_groups", whole, f"{self.router_groups} groups of {self.experts} experts")
+        chosen, of_group = self.groups_per_token, self.experts // self.router_groups
+        within = 1 <= chosen <= self.router_groups and chosen * of_group >= self.experts_per_token
+        self._require("groups_per_token", within, f"{chosen} of {self.router_groups} groups of {of_group} experts")
+        self._require("router_groups", self.router_groups == 1 or of_group > 1, "a group has at least two experts")
+        shared, dense = self.shared_experts, [kind.dense_experts for kind in self.layer_kinds]
+        within = 0 <= shared <= MAX.experts - self.experts and (shared == 0 or self.experts > 1)
+        self._require("shared_experts", within, f"{shared} of a layer with {self.experts} other experts")
+        self._require("shared_gate", shared > 0 or not self.shared_gate, "there are no shared experts")
+        within = all(0 <= count <= MAX.experts for count in dense) and (not any(dense) or self.experts > 1)
+        self._require("layer_kinds", within, f"{max(dense)} dense experts")
+        self._require("layer_kinds", self.experts == 1 or 0 in dense, "a mixture has layers with a router")
+        plain = not (self.ffn_bias and self.experts_differ)
+        self._require("ffn_bias", plain, "not supported with shared experts or dense layers")
+        once = not (self.head_norm and self.joint_norm)
+        self._require("joint_norm", once, "queries and keys are normed once")
 
     def _require(self, field: str, holds: bool, complaint: str) -> None:
         if not holds:
@@ -203,10 +260,83 @@ class ModelSpec:
             kind.rotary and self.positions == "rotary" for kind in self.layer_kinds for _ in range(kind.layers)
         )
 
+    @cached_property
+    def expert_counts(self) -> tuple[int, ...]:
+        """The number of experts of each layer, shared ones included."""
+        routed = self.experts + self.shared_experts
+        return tuple(kind.dense_experts or routed for kind in self.layer_kinds for _ in range(kind.layers))
+
+    @cached_property
+    def first_ffns(self) -> tuple[int, ...]:
+        """The number of the first feed-forward of each layer, and the number of all feed-forwards."""
+        return (0, *itertools.accumulate(self.expert_counts))
+
     @property
     def ffns(self) -> int:
         """Number of feed-forwards in all layers. Each expert is one."""
-        return self.layers * self.experts
+        return self.first_ffns[-1]
+
+    def ffns_of(self, layer: int) -> range:
+        """Return the numbers of a layer's feed-forwards: experts among which the router chooses, then shared ones."""
+        return range(self.first_ffns[layer], self.first_ffns[layer + 1])
+
+    def place_of(self, ffn: int) -> tuple[int, int]:
+        """Return (layer, expert) of a feed-forward."""
+        layer = bisect.bisect_right(self.first_ffns, ffn) - 1
+        return layer, ffn - self.first_ffns[layer]
+
+    @property
+    def places(self) -> Iterator[tuple[int, int]]:
+        """(layer, expert) of every feed-forward, in ascending order."""
+        return ((layer, expert) for layer, experts in enumerate(self.expert_counts) for expert in range(experts))
+
+    def name_of(self, layer: int, expert: int) -> str:
+        """Return the name of a feed-forward for messages."""
+        return f"layer {layer}" if self.experts == 1 else f"layer {layer}, expert {expert}"
+
+    def routed_experts(self, layer: int) -> int:
+        """Return how many of a layer's experts its router chooses from: all but the last ones."""
+        return 0 if self.experts == 1 or self.dense_layers[layer] else self.experts
+
+    def active_experts(self, layer: int) -> int:
+        """Return how many experts of a layer compute a token."""
+        routed = self.routed_experts(layer)
+        return self.expert_counts[layer] - routed + (self.experts_per_token if routed else 0)
+
+    @cached_property
+    def dense_layers(self) -> tuple[bool, ...]:
+        """For each layer of a mixture, True if it has no router."""
+        return tuple(kind.dense_experts > 0 for kind in self.layer_kinds for _ in range(kind.layers))
+
+    @property
+    def experts_differ(self) -> bool:
+        """True if some experts compute every token although others are chosen by a router."""
+        return self.shared_experts > 0 or any(self.dense_layers)
+
+    @cached_property
+    def most_experts(self) -> int:
+        """The most experts of a layer."""
+        return max(self.expert_counts)
+
+    @cached_property
+    def most_active_experts(self) -> int:
+        """The most experts of a layer that compute a token."""
+        return max(map(self.active_experts, range(self.layers)))
+
+    @cached_property
+    def active_ffns(self) -> int:
+        """Number of feed-forwards in all layers that compute a token."""
+        return sum(map(self.active_experts, range(self.layers)))
+
+    @property
+    def mean_active_experts(self) -> float:
+        """The number of experts of a layer that compute a token, a mean over the layers."""
+        return self.active_ffns / self.layers
+
+    @cached_property
+    def always_active_ffns(self) -> int:
+        """Number of feed-forwards in all layers that compute every token."""
+        return sum(self.expert_counts[layer] - self.routed_experts(layer) for layer in range(self.layers))
 
     @property
     def read_whole(self) -> bool:
@@ -247,22 +377,27 @@ class ModelSpec:
 
 # Manifests omit these fields while they have ModelSpec's defaults, so that older packages keep their ids.
 _LATER = (
-    "experts_per_token", "router", "router_reads", "router_bias", "parallel", "attention_sinks",
+    "experts_per_token", "shared_experts", "shared_gate", "router", "router_reads", "router_bias", "choosing_bias",
+    "normalized_shares", "router_groups", "groups_per_token", "joint_norm", "parallel", "attention_sinks",
     "activation_limit", "activation_threshold", *SCALES,
 )  # fmt: skip
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 
 
-def runs_of(windows_tokens: list[int], rotary: list[bool] | None = None) -> tuple[LayerKind, ...]:
+def runs_of(
+    windows_tokens: list[int], rotary: list[bool] | None = None, dense_experts: list[int] | None = None
+) -> tuple[LayerKind, ...]:
     """Return `layer_kinds` of ModelSpec: consecutive layers with equal properties form one run.
 
     windows_tokens: attention window of each layer, from the first to the last; 0: none
     rotary: for each layer, True if its heads are rotated; None: all are
+    dense_experts: the field of LayerKind, of each layer; None: all layers of a mixture have a router
     """
-    kinds: list[LayerKind] = []
-    for window, rotates in zip(windows_tokens, rotary or [True] * len(windows_tokens), strict=True):
-        if kinds and (kinds[-1].window_tokens, kinds[-1].rotary) == (window, rotates):
-            kinds[-1] = LayerKind(kinds[-1].layers + 1, window, rotates)
+    layers, kinds = len(windows_tokens), list[LayerKind]()
+    of_layers = zip(windows_tokens, rotary or [True] * layers, dense_experts or [0] * layers, strict=True)
+    for kind in (LayerKind(1, *of_layer) for of_layer in of_layers):
+        if kinds and replace(kinds[-1], layers=1) == kind:
+            kinds[-1] = replace(kind, layers=kinds[-1].layers + 1)
         else:
-            kinds.append(LayerKind(1, window, rotates))
+            kinds.append(kind)
     return tuple(kinds)

@@ -153,7 +153,7 @@ class Activity:
         return self._modes.index(mode) * _head_values(self._model)
 
     def _place(self, batch: int, layer: int, expert: int) -> int:
-        return (BATCHES.index(batch) * self._model.layers + layer) * self._model.experts + expert
+        return BATCHES.index(batch) * self._model.ffns + self._model.first_ffns[layer] + expert
 
 
 # ---- the manifest's section ----------------------------------------------------------------------------------------

@@ -160,9 +160,12 @@ class Layout:
         """Number of clusters of a block; the last block of an expert may have fewer."""
         return self.block_neurons // self.cluster_neurons
 
-    def cluster_index(self, layer: int, expert: int, experts: int, neuron: int) -> int:
-        """Return the index of a neuron's cluster, in bundles.bin and among the residency entries."""
-        return (layer * experts + expert) * self.clusters + neuron // self.cluster_neurons
+    def cluster_index(self, ffn: int, neuron: int) -> int:
+        """Return the index of a neuron's cluster, in bundles.bin and among the residency entries.
+
+        ffn: number of the feed-forward, counted through all layers (`ModelSpec.first_ffns`)
+        """
+        return ffn * self.clusters + neuron // self.cluster_neurons
 
     def offset_bytes(self, cluster: int, part: Part = "trigger") -> int:
         return cluster * self.cluster_stride_bytes + self.part_offset(part)

@@ -229,7 +229,7 @@ class Manifest:
 
     @cached_property
     def clusters(self) -> int:
-        return self.model.layers * self.model.experts * self.layout.clusters
+        return self.model.ffns * self.layout.clusters
 
     @property
     def trigger_quantization(self) -> Quantization:
@@ -301,8 +301,9 @@ def identity(values: Mapping[str, Any]) -> str:
 
 
 def _layer_kind(kind: LayerKind) -> dict[str, Any]:
-    """Return a layer kind as JSON, without `rotary` if that is true, so that older packages keep their ids."""
-    return {name: value for name, value in asdict(kind).items() if (name, value) != ("rotary", True)}
+    """Return a layer kind as JSON, without later fields that have their defaults: older packages keep their ids."""
+    later = {"rotary": True, "dense_experts": 0}
+    return {name: value for name, value in asdict(kind).items() if name not in later or value != later[name]}
 
 
 def _without_id(manifest: Manifest) -> dict[str, Any]:

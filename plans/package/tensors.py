@@ -35,19 +35,26 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
         yield from _norm(f"layers.{layer}.ffn_norm", model)
         for name, length, is_present in (
             ("qkv.bias", model.qkv_rows, model.qkv_bias),
-            ("query_norm", model.head_width, model.head_norm),
-            ("key_norm", model.head_width, model.head_norm),
+            ("query_norm", norm_widths(model)[0], model.head_norm or model.joint_norm),
+            ("key_norm", norm_widths(model)[1], model.head_norm or model.joint_norm),
             ("attention_output.bias", model.width, model.output_bias),
             ("sinks", model.query_heads, model.attention_sinks),
             ("gate.bias", model.experts * model.neurons, model.ffn_bias and model.gated),
             ("up.bias", model.experts * model.neurons, model.ffn_bias),
             ("down.bias", model.experts * model.width, model.ffn_bias),
-            ("router.bias", model.experts, model.router_bias),
+            ("router.bias", model.experts, model.router_bias and not model.dense_layers[layer]),
+            ("router.choosing_bias", model.experts, model.choosing_bias and not model.dense_layers[layer]),
+            ("shared_gate", model.width, model.shared_gate and not model.dense_layers[layer]),
         ):
             if is_present:
                 yield f"layers.{layer}.{name}", length
-        if model.experts > 1:
+        if model.routed_experts(layer):
             yield f"layers.{layer}.router", model.experts * model.width
+
+
+def norm_widths(model: ModelSpec) -> tuple[int, int]:
+    """Return the lengths of the weights of the norms of queries and keys: of one head, or of all heads together."""
+    return (model.query_width, model.key_width) if model.joint_norm else (model.head_width, model.head_width)
 
 
 def _norm(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
@@ -83,7 +90,7 @@ def predictor_name(model: ModelSpec, layer: int, expert: int) -> str:
 
 def predictor_names(model: ModelSpec) -> Iterator[str]:
     """Yield the prefixes of all predictors, by layer, then expert."""
-    return (predictor_name(model, layer, expert) for layer in range(model.layers) for expert in range(model.experts))
+    return (predictor_name(model, layer, expert) for layer, expert in model.places)
 
 
 def predictor_matrices(model: ModelSpec, predictor: Predictor) -> Iterator[tuple[str, int, int]]:

@@ -34,7 +34,7 @@ def step_bytes(package: Package, *, predicts: bool) -> int:
     total -= sum(sizes.get(name, 0) for name in looked_up)
     if predicts and package.predictor is not None:
         predictors = sum(entry.stop - entry.start for entry in package.predictor.values())
-        total += predictors * package.manifest.model.experts_per_token // package.manifest.model.experts
+        total += predictors * package.manifest.model.active_ffns // package.manifest.model.ffns
     return total
 
 

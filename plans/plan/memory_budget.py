@@ -213,8 +213,8 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     max_width = max(model.width, model.query_width)
     token_bytes = 2 * 4 * max_width + 4 * max(model.head_width, 2 * layout.block_neurons, 64)
     tokens = shape.prefill_threads * prefill_tokens + shape.workers * shape.sequences
-    open_experts = shape.workers * min(model.experts, shape.sequences * model.experts_per_token)
-    open_experts += shape.prefill_threads * min(model.experts, prefill_tokens * model.experts_per_token)
+    open_experts = shape.workers * min(model.most_experts, shape.sequences * model.most_active_experts)
+    open_experts += shape.prefill_threads * min(model.most_experts, prefill_tokens * model.most_active_experts)
     clusters_bytes = OPEN_CLUSTER_BYTES * layout.clusters * open_experts if model.experts > 1 else 0
     if layout.down_by_output:
         at_once = shape.prefill_threads * min(prefill_tokens, OUTPUT_TOKENS)

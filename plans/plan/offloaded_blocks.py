@@ -96,10 +96,10 @@ def offload_scratch_bytes(manifest: Manifest, blocks: int, batch: int, backend: 
     """
     model, layout = manifest.model, manifest.layout
     if runtime_of(backend) is not None:
-        return model.experts * offloaded_clusters(layout, blocks) * _cluster_bytes(manifest)
-    pairs, neurons = batch * model.experts_per_token, blocks * layout.block_neurons
+        return model.most_experts * offloaded_clusters(layout, blocks) * _cluster_bytes(manifest)
+    pairs, neurons = batch * model.most_active_experts, blocks * layout.block_neurons
     pair_bytes = 12 * neurons + 4 * blocks * (model.width + 1) + 32
-    masks = min(model.experts, pairs) * neurons * -(-batch // 8)
+    masks = min(model.most_experts, pairs) * neurons * -(-batch // 8)
     return pairs * pair_bytes + masks + batch * (2 * max(model.width, model.query_width) + 512)
 
 

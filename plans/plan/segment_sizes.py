@@ -94,7 +94,7 @@ def _even_blocks(layout: ClusterLayout, blocks: int) -> int:
 
 def open_clusters(manifest: Manifest, compute: Compute) -> int:
     """Return how many clusters of either part may be open, that is in use by the step being computed, at once."""
-    layout, experts = manifest.layout, manifest.model.experts
+    layout, experts = manifest.layout, manifest.model.most_experts
     return max(
         # A barrier separates layers, so participants with windows of a whole layer all have the same one open. Windows
         # of feed-forwards may differ.
@@ -191,6 +191,6 @@ def _stage_lengths(manifest: Manifest, tokens: int, *, predicts: bool) -> dict[s
         "blocks": layout.blocks,
         "rank": manifest.predictor.rank if predicts and manifest.predictor is not None else 0,
         "claims": lib.np_engine_claims(model.layers),
-        "experts_per_token": model.experts_per_token,
-        "groups": min(model.experts, tokens * model.experts_per_token),
+        "experts_per_token": model.most_active_experts,
+        "groups": min(model.most_experts, tokens * model.most_active_experts),
     }

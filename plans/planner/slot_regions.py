@@ -112,7 +112,7 @@ class _SlotAllocator:
         self._workers, self._max_batch, self._borrowable_bytes = workers, max_batch, borrowable_bytes
         self._ffns, self._experts, self._mixture = (
             manifest.model.ffns,
-            manifest.model.experts,
+            manifest.model.most_experts,
             manifest.model.experts > 1,
         )
         # Neurons are read whole or not at all: they are predicted, all are active, or both parts are read together.

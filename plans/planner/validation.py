@@ -99,7 +99,7 @@ class _Check:
 
     def _counts(self) -> None:
         compute, blocks = self._plan.compute, self._manifest.layout.blocks
-        of_layer = blocks * self._manifest.model.experts
+        of_layer = blocks * self._manifest.model.most_experts
         for name, maximum in (
             ("context_tokens", self._manifest.model.context_tokens),
             ("sequences", MAX_SEQUENCES),

@@ -76,12 +76,12 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
         if match := pattern.fullmatch(name):
             if entry.dtype not in ENCODINGS or len(entry.shape) != 2:
                 raise UserError(f"{path}: {safe_name(name)}: expected a matrix of {', '.join(ENCODINGS)}")
-            expert = int(match[2]) if model.experts > 1 else 0
-            if expert < model.experts:
-                entries[int(match[1]) * model.experts + expert, int(match[3])] = entry
+            layer, expert = int(match[1]), int(match[2]) if model.experts > 1 else 0
+            if layer < model.layers and expert < model.expert_counts[layer]:
+                entries[model.first_ffns[layer] + expert, int(match[3])] = entry
     for ffn in range(model.ffns):
-        layer, expert = divmod(ffn, model.experts)
-        where = f"layer {layer}, expert {expert}" if model.experts > 1 else f"layer {layer}"
+        layer, expert = model.place_of(ffn)
+        where = model.name_of(layer, expert)
         for matrix in (1, 2):
             if (ffn, matrix) not in entries:
                 raise UserError(f"{path}: fc{matrix} of {where} is missing; names end in {example}{matrix}.weight")

@@ -44,8 +44,8 @@ class StoredPredictor:
         self._file: NDArray[np.uint8] = np.memmap(package.predictor_path, mode="r", dtype=np.uint8)
 
     def of_ffn(self, number: int) -> LayerFactors:
-        """Return the factors of feed-forward `number`, layer * experts + expert."""
-        name = predictor_name(self._model, *divmod(number, self._model.experts))
+        """Return the factors of feed-forward `number`, counted through all layers."""
+        name = predictor_name(self._model, *self._model.place_of(number))
         return LayerFactors(
             self._rows(f"{name}.input"),
             {

@@ -291,9 +291,11 @@ class _Progress:
         self.layer(layer, ATTENTION_SHARE * tokens / self._total_tokens)
 
     def fit(self, ffn: int, candidate: int, candidates: int, share: float) -> None:
-        layer, expert = divmod(ffn, self._model.experts)
+        layer, expert = self._model.place_of(ffn)
         fitted = COMPUTED_SHARE + (1 - COMPUTED_SHARE) * (candidate + share) / candidates
-        self.layer(layer, ATTENTION_SHARE + (1 - ATTENTION_SHARE) * (expert + fitted) / self._model.experts)
+        self.layer(
+            layer, ATTENTION_SHARE + (1 - ATTENTION_SHARE) * (expert + fitted) / self._model.expert_counts[layer]
+        )
 
     def held_out_pass(self, tokens: int) -> None:
         """Report the tokens times layers that are done in the second pass over the held-out text."""

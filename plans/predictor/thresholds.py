@@ -37,7 +37,7 @@ def set_thresholds(
     """
     require_silu(package)
     package.verify_fixed()
-    layers, experts = package.manifest.model.layers, package.manifest.model.experts
+    model, layers = package.manifest.model, package.manifest.model.layers
     calibration_tokens = texts.calibration_tokens
     held_out_tokens = sum(map(len, texts.held_out))
     total_tokens = calibration_tokens + held_out_tokens
@@ -67,8 +67,8 @@ def set_thresholds(
             if values[done]:  # all of its experts are complete
                 thresholds[done] = _quantile(values[done], share)
                 values[done] = []
-        layer, expert = divmod(run.ffn, experts)
-        passed = ATTENTION_SHARE + (1 - ATTENTION_SHARE) * (expert + 1) / experts
+        layer, expert = model.place_of(run.ffn)
+        passed = ATTENTION_SHARE + (1 - ATTENTION_SHARE) * (expert + 1) / model.expert_counts[layer]
         report(int((layer + passed) * total_tokens))
 
     report(0)

@@ -19,7 +19,7 @@ class Result(NamedTuple):
     """The result of a run.
 
     logits: [tokens, vocabulary]
-    fired: number of tokens for which each neuron fired [layers * experts, neurons], in the order of the weights
+    fired: number of tokens for which each neuron fired [feed-forwards, neurons], in the order of the weights
     """
 
     logits: Array
@@ -99,14 +99,31 @@ def attend(queries: Array, keys: Array, values: Array, window_tokens: int, sinks
     return result
 
 
-def expert_shares(model: ModelSpec, values: Array) -> Array:
-    """Return each expert's share of each token, [tokens, experts]; 0 if it is not chosen. values: the router's,
-    [tokens, experts]."""
-    chosen = np.argsort(-values, axis=1, kind="stable")[:, : model.experts_per_token]
-    best = np.take_along_axis(values, chosen, axis=1)
-    raw = np.exp(best - best.max(axis=1, keepdims=True)) if model.router == "softmax" else 1 / (1 + np.exp(-best))
+def expert_shares(model: ModelSpec, values: Array, choosing_bias: Array | None = None) -> Array:
+    """Return each expert's share of each token, [tokens, experts]; 0 if it is not chosen.
+
+    values: the router's, [tokens, experts]
+    choosing_bias: [experts]; None: experts are chosen by their values alone
+    """
+    if model.router == "softmax":
+        raw = np.exp(values - values.max(axis=1, keepdims=True))
+        scores = raw / raw.sum(axis=1, keepdims=True)
+    else:
+        scores = 1 / (1 + np.exp(-values))
+    ranks = values if choosing_bias is None else scores + choosing_bias
+    if model.router_groups > 1:
+        of_groups = ranks.reshape(len(ranks), model.router_groups, -1)
+        best_two = np.sort(of_groups, axis=2)[:, :, -2:].sum(axis=2)
+        left_out = np.argsort(-best_two, axis=1, kind="stable")[:, model.groups_per_token :]
+        ranks = of_groups.copy()
+        np.put_along_axis(ranks, left_out[:, :, None], np.float32(-np.inf), axis=1)
+        ranks = ranks.reshape(values.shape)
+    chosen = np.argsort(-ranks, axis=1, kind="stable")[:, : model.experts_per_token]
+    best = np.take_along_axis(scores, chosen, axis=1)
+    if model.normalized_shares:
+        best = best / best.sum(axis=1, keepdims=True)
     shares = np.zeros_like(values)
-    np.put_along_axis(shares, chosen, raw / raw.sum(axis=1, keepdims=True), axis=1)
+    np.put_along_axis(shares, chosen, best * np.float32(model.routed_scale), axis=1)
     return shares
 
 
@@ -114,7 +131,7 @@ def expert_shares(model: ModelSpec, values: Array) -> Array:
 class LayerRun:
     """The computation of a feed-forward, of a layer or of an expert.
 
-    ffn: layer * experts + expert
+    ffn: number of the feed-forward, counted through all layers
     tokens: indices of its tokens; in a mixture of those that chose the expert
     attention_input: normed input of the layer's attention [tokens, width]
     residual: input of the feed-forward's norm [tokens, width]
@@ -194,10 +211,9 @@ class ReferenceEngine:
             normed = self._normed(f"layers.{layer}.ffn_norm", residual)
             shares = self._route(layer, normed if model.router_reads == "feed_forward" else layer_input)
             change = np.zeros_like(x)
-            for expert in range(model.experts):
+            for expert, ffn in enumerate(model.ffns_of(layer)):
                 chosen = np.flatnonzero(shares[:, expert])
                 if len(chosen):
-                    ffn = layer * model.experts + expert
                     inputs = (attention_input[chosen], residual[chosen], normed[chosen])
                     expert_change, fired[ffn] = self._feed_forward(layer, expert, inputs, chosen)
                     change[chosen] += shares[chosen, expert, None] * expert_change
@@ -256,20 +272,29 @@ class ReferenceEngine:
         model = self._model
         if model.head_norm:
             heads = rms_norm(heads, self._weights.vector(norm), model.norm_epsilon)
+        if model.joint_norm:
+            joint = rms_norm(heads.reshape(len(heads), -1), self._weights.vector(norm), model.norm_epsilon)
+            heads = joint.reshape(heads.shape)
         if not rotary:
             return heads
         frequency = self._weights.vector("rope.inverse_frequency")
         return rotate(heads, np.arange(len(heads), dtype=np.float32)[:, None] * frequency)
 
     def _route(self, layer: int, x: Array) -> Array:
+        """Return the factor of each expert's output for each token, [tokens, experts of the layer]."""
         model = self._model
-        if model.experts == 1:
-            return np.ones((len(x), 1), dtype=np.float32)
+        always = np.ones((len(x), model.expert_counts[layer] - model.routed_experts(layer)), dtype=np.float32)
+        if not model.routed_experts(layer):
+            return always
+        if model.shared_gate:
+            gate = x @ self._weights.vector(f"layers.{layer}.shared_gate")
+            always *= (1 / (1 + np.exp(-gate)))[:, None]
         router = self._weights.vector(f"layers.{layer}.router").reshape(model.experts, model.width)
         values = x @ router.T
         if model.router_bias:
             values = values + self._weights.vector(f"layers.{layer}.router.bias")
-        return expert_shares(model, values)
+        bias = self._weights.vector(f"layers.{layer}.router.choosing_bias") if model.choosing_bias else None
+        return np.concatenate((expert_shares(model, values, bias), always), axis=1)
 
     def _feed_forward(
         self, layer: int, expert: int, inputs: tuple[Array, Array, Array], tokens: np.ndarray
@@ -294,7 +319,7 @@ class ReferenceEngine:
         )
         if model.activation_threshold:
             inner = np.where(values[model.trigger] > np.float32(model.activation_threshold), inner, np.float32(0))
-        run = LayerRun(layer * model.experts + expert, layer, tokens, *inputs, weights, values, inner)
+        run = LayerRun(model.first_ffns[layer] + expert, layer, tokens, *inputs, weights, values, inner)
         if self._observe is not None:
             self._observe(run)
         if self._mask is not None:
@@ -306,5 +331,5 @@ class ReferenceEngine:
 
     def _bias(self, name: str, expert: int) -> Array:
         """Return the bias of one expert's matrix."""
-        bias: Array = self._weights.vector(name).reshape(self._model.experts, -1)[expert]
+        bias: Array = self._weights.vector(name).reshape(self._model.most_experts, -1)[expert]
         return bias

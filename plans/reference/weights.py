@@ -73,7 +73,7 @@ class PackageWeights:
         manifest, layout = self._manifest, self._manifest.layout
         if manifest.source_experts is not None:
             return tuple(self._in_place(manifest.source_experts, place, layer, expert) for place in layout.matrices)
-        first = layout.cluster_index(layer, expert, manifest.model.experts, 0)
+        first = layout.cluster_index(manifest.model.first_ffns[layer] + expert, 0)
         start, stop = layout.offset_bytes(first), layout.offset_bytes(first + layout.clusters)
         clusters = self._files[0][start:stop].reshape(layout.clusters, -1)
         self._require_checksums(clusters, first, layer, expert)
@@ -106,7 +106,7 @@ class PackageWeights:
         wrong = (cluster_checksums(clusters, layout) != self._checksums[first : first + len(clusters)]).any(axis=1)
         if wrong.any():
             cluster, n = int(wrong.argmax()), layout.cluster_neurons
-            where = f"layer {layer}" if self._manifest.model.experts == 1 else f"layer {layer}, expert {expert}"
+            where = self._manifest.model.name_of(layer, expert)
             raise UserError(
                 f"{self._package.bundles_path}: {where}, neurons {cluster * n} to {cluster * n + n - 1}: "
                 "does not match its checksum: damaged; convert the model again"

@@ -107,7 +107,7 @@ class CoordinatorService:
         self._control = Listener(self._context, CONTROL, job.endpoints["control"])
         self._events = Publisher(self._context, EVENTS, job.endpoints["events"])
         self._step_events = StepEvents(self._events)
-        neurons = model.layers * model.experts * model.neurons
+        neurons = model.ffns * model.neurons
         self._pipeline = StepPipeline(self._memory, model, self._sampler)
         self._deferred: list[Event] = []  # noticed while actions were carried out
         self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events, job.plan)

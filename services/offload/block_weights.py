@@ -23,17 +23,17 @@ def offloaded_weights(package: Package, blocks: int) -> Iterator[NDArray[np.uint
     part does not match its checksum.
     """
     manifest, layout = package.manifest, package.manifest.layout
-    experts, clusters = manifest.model.experts, offloaded_clusters(layout, blocks)
+    model, clusters = manifest.model, offloaded_clusters(layout, blocks)
     checksums = np.frombuffer(package.checksums(), "<u4").reshape(-1, 2)
     cluster_bytes = manifest.trigger_slot_bytes + manifest.value_slot_bytes
-    weights = np.empty((experts * clusters, cluster_bytes), np.uint8)
+    weights = np.empty((model.most_experts * clusters, cluster_bytes), np.uint8)
     file = os.open(package.bundles_path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for layer in range(manifest.model.layers):
-            for expert in range(experts):
-                first = layout.cluster_index(layer, expert, experts, 0)
+        for layer in range(model.layers):
+            for expert, ffn in enumerate(model.ffns_of(layer)):
+                first = layout.cluster_index(ffn, 0)
                 _read(package, file, first, checksums, weights[expert * clusters : (expert + 1) * clusters])
-            yield weights
+            yield weights[: model.expert_counts[layer] * clusters]
         forget(file)
     finally:
         os.close(file)
@@ -66,8 +66,7 @@ def _read(package: Package, file: int, first: int, checksums: NDArray[np.uint32]
 def _damaged(package: Package, cluster: int, part: str) -> UserError:
     model, layout = package.manifest.model, package.manifest.layout
     ffn, number = divmod(cluster, layout.clusters)
-    layer, expert = divmod(ffn, model.experts)
-    where = f"layer {layer}" if model.experts == 1 else f"layer {layer}, expert {expert}"
+    where = model.name_of(*model.place_of(ffn))
     first, n = number * layout.cluster_neurons, layout.cluster_neurons
     return UserError(
         f"bundles.bin: {where}, neurons {first} to {first + n - 1}: the {part} part does not match its checksum; "

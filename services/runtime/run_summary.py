@@ -21,7 +21,7 @@ def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -
         quantization=manifest.precision,
         processes=" ".join(f"{process.role}.{process.index}" for process in compute.processes),
         layers=model.layers,
-        neurons=model.experts * model.neurons,
+        neurons=model.ffns * model.neurons // model.layers,
         clusters=manifest.clusters // model.layers,
         participants=segments["residency"].layout["windows"].shape[0],
         trigger_slots=memory.trigger_slots,

@@ -7,29 +7,17 @@ one per matrix product where those are computed externally.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from neuronpipe.native import ROW_TYPES, ffi, lib
-from neuronpipe.plans.models.spec import ACTIVATIONS, SCALES
+from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.steps.backend import Abandoned, Damaged, StepWork
 from neuronpipe.services.steps.step_counters import PARTS, counters_by_name
 from neuronpipe.services.worker.external_products import ComputeBlocks, ComputeRows, Multiply
+from neuronpipe.services.worker.native_model import NativeTensors, native_shape
 from neuronpipe.services.worker.step_channel import Lane
-
-NATIVE_ACTIVATIONS = {name: getattr(lib, f"NP_{name.upper()}") for name in ACTIVATIONS}
-ROUTERS = {"softmax": lib.NP_ROUTER_SOFTMAX, "sigmoid": lib.NP_ROUTER_SIGMOID}
-NORMS = {"rms": lib.NP_NORM_RMS, "layer": lib.NP_NORM_LAYER}
-READS = {
-    "feed_forward": lib.NP_READS_FEED_FORWARD,
-    "attention": lib.NP_READS_ATTENTION,
-    "layer": lib.NP_READS_LAYER,
-    "residual": lib.NP_READS_RESIDUAL,
-}
-
 
 OFFLOADED_MATRICES = {
     "qkv": lib.NP_OFFLOAD_QKV,
@@ -97,64 +85,6 @@ class EngineConfig:
     offload_blocks: bool = False  # this participant's blocks are offloaded
 
 
-def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, moved_scales: bool = False) -> Any:
-    """Return the np_shape of a package.
-
-    moved_scales: scales are co-located with value slots, by the plan's memory
-    """
-    s, layout, slots = manifest.model, manifest.layout, manifest.slots(moved=moved_scales)
-    predictor = manifest.predictor if predicts else None
-    places = {
-        matrix.name: {
-            "part": PARTS[matrix.part],
-            "quants": matrix.quants,
-            "scales_part": PARTS[matrix.scales_part],
-            "scales": matrix.scales,
-            "type": ROW_TYPES[matrix.quantization or manifest.quantization],
-        }
-        for matrix in slots.matrices
-    }
-    return ffi.new(
-        "np_shape *",
-        {
-            "width": s.width,
-            "neurons": s.neurons,
-            "layers": s.layers,
-            "query_heads": s.query_heads,
-            "key_heads": s.key_heads,
-            "head_width": s.head_width,
-            "vocabulary": s.vocabulary,
-            "context_tokens": context_tokens,
-            "experts": s.experts,
-            "experts_per_token": s.experts_per_token,
-            "router": ROUTERS[s.router],
-            "router_reads": READS[s.router_reads],
-            "norm": NORMS[s.norm],
-            "norm_epsilon": s.norm_epsilon,
-            "head_norm": s.head_norm,
-            "rotary": s.positions == "rotary",
-            "type": ROW_TYPES[manifest.quantization],
-            "activation": NATIVE_ACTIVATIONS[s.activation],
-            "activation_threshold": s.activation_threshold,
-            "activation_limit": s.activation_limit,
-            **{name: getattr(s, name) for name in SCALES},
-            "parallel": s.parallel,
-            "gated": s.gated,
-            "cluster_neurons": layout.cluster_neurons,
-            "clusters": layout.clusters,
-            "block_neurons": layout.block_neurons,
-            "blocks": layout.blocks,
-            "slot_bytes": (slots.trigger_bytes, slots.value_bytes),
-            **places,
-            "down_by_output": layout.down_by_output,
-            "predictor_rank": predictor.rank if predictor else 0,
-            "predictor_type": ROW_TYPES[predictor.quantization] if predictor else 0,
-            "predictor_relu": predictor is not None and predictor.hidden == "relu",
-            "predictor_reads": READS[predictor.reads] if predictor else 0,
-        },
-    )
-
-
 def create_engine(shape: Any, fixed: Any, shared: Any, config: Any) -> Any:
     """Create a native engine. Raises ValueError, which names the wrong field, and MemoryError."""
     wrong = ffi.new("const char **")
@@ -182,7 +112,8 @@ class Participant:
         shape = native_shape(
             manifest, config.context_tokens, predicts=config.predicts, moved_scales=config.moved_scales
         )
-        fixed = self._native_fixed(view.fixed)
+        tensors = NativeTensors(manifest, view.fixed, self._pointer, self._keep)
+        fixed = tensors.fixed(predicts=config.predicts, thresholded=config.thresholded)
         shared = self._native_shared(view)
         native_config = ffi.new(
             "np_engine_config *",
@@ -314,8 +245,8 @@ class Participant:
     def _describe_damage(self) -> str:
         counters = self._read_counters()
         ffn, cluster = divmod(counters.damaged_word, self._manifest.layout.clusters)
-        layer, expert = divmod(ffn, self._manifest.model.experts)
-        where = f"layer {layer}" if self._manifest.model.experts == 1 else f"layer {layer}, expert {expert}"
+        layer, expert = self._manifest.model.place_of(ffn)
+        where = self._manifest.model.name_of(layer, expert)
         part = next(name for name, number in PARTS.items() if number == counters.damaged_part)
         n, experts = self._manifest.layout.cluster_neurons, self._manifest.source_experts
         if experts is not None:
@@ -362,88 +293,3 @@ class Participant:
         shared = ffi.new("np_shared *", pointers | structures)
         self._keep += [shared, view.requests, view.trace]
         return shared
-
-    def _predictors(self, layer: int, matrix: Callable[[str], Any], vector: Callable[[str], Any]) -> dict[str, Any]:
-        predictor, model = self._manifest.predictor, self._manifest.model
-        if not self._config.predicts or predictor is None:
-            return {}
-        names = [predictor_name(model, layer, expert) for expert in range(model.experts)]
-        native = ffi.new(
-            "np_predictor[]",
-            [
-                {
-                    "input": matrix(f"{name}.input"),
-                    "sides": [matrix(f"{name}.{side}") for side in predictor.sides],
-                    "biases": [vector(f"{name}.{side}.bias") for side in predictor.sides],
-                    "rank": predictor.rank_of(layer * model.experts + expert),
-                }
-                for expert, name in enumerate(names)
-            ],
-        )
-        self._keep.append(native)
-        return {"predictors": native}
-
-    def _silent_below(self, layer: int) -> float:
-        """Return the layer's threshold, 0 if the mode is not thresholded."""
-        silent = self._manifest.silent
-        return silent.by_layer[layer].threshold if self._config.thresholded and silent is not None else 0.0
-
-    def _native_fixed(self, tensors: Mapping[str, Any]) -> Any:
-        predictor, manifest = self._manifest.predictor, self._manifest
-
-        def matrix(name: str) -> dict[str, Any]:
-            is_predictor = ".predictor." in name and predictor is not None
-            quantization = predictor.quantization if is_predictor else manifest.quantization_of(name)  # type: ignore[union-attr]
-            return {
-                "quants": self._pointer("void *", tensors[f"{name}.quants"]),
-                "scales": self._pointer("void *", tensors.get(f"{name}.scales")),
-                "type": ROW_TYPES[quantization],
-            }
-
-        def vector(name: str) -> Any:
-            return self._pointer("float *", tensors.get(name))
-
-        def norm(name: str) -> dict[str, Any]:
-            return {"weight": vector(name), "bias": vector(f"{name}.bias")}
-
-        model = self._manifest.model
-        layers = ffi.new(
-            "np_layer[]",
-            [
-                {
-                    "window_tokens": window_tokens,
-                    "rotary": rotary,
-                    "silent_below": self._silent_below(n),
-                    "router": vector(f"layers.{n}.router"),
-                    "router_bias": vector(f"layers.{n}.router.bias"),
-                    "sinks": vector(f"layers.{n}.sinks"),
-                    "gate_bias": vector(f"layers.{n}.gate.bias"),
-                    "qkv": matrix(f"layers.{n}.qkv"),
-                    "attention_output": matrix(f"layers.{n}.attention_output"),
-                    "attention_norm": norm(f"layers.{n}.attention_norm"),
-                    "ffn_norm": norm(f"layers.{n}.ffn_norm"),
-                    "qkv_bias": vector(f"layers.{n}.qkv.bias"),
-                    "attention_output_bias": vector(f"layers.{n}.attention_output.bias"),
-                    "query_norm": vector(f"layers.{n}.query_norm"),
-                    "key_norm": vector(f"layers.{n}.key_norm"),
-                    "up_bias": vector(f"layers.{n}.up.bias"),
-                    "down_bias": vector(f"layers.{n}.down.bias"),
-                    **self._predictors(n, matrix, vector),
-                }
-                for n, (window_tokens, rotary) in enumerate(zip(model.windows_tokens, model.rotary_layers, strict=True))
-            ],
-        )
-        embedding = matrix("embedding")
-        fixed = ffi.new(
-            "np_fixed *",
-            {
-                "embedding": embedding,
-                "output": embedding if model.tied_embeddings else matrix("output"),
-                "output_norm": norm("output_norm"),
-                "inverse_frequency": vector("rope.inverse_frequency"),
-                "position_embedding": vector("position_embedding"),
-                "layers": layers,
-            },
-        )
-        self._keep += [layers, fixed]
-        return fixed

@@ -25,7 +25,7 @@ def activity_file(directory: Path, index: int) -> Path:
 
 
 def activity_bytes(manifest: Manifest) -> int:
-    """Return the size of the file: a byte per neuron, padding included, [layers][experts][blocks * block_neurons]."""
+    """Return the size of the file: a byte per neuron, padding included, [feed-forwards][blocks * block_neurons]."""
     return manifest.model.ffns * manifest.layout.blocks * manifest.layout.block_neurons
 
 

@@ -40,7 +40,7 @@ class Participants:
         manifest, self._package = package.manifest, package
         self._model = model = manifest.model
         layout, tokens = manifest.layout, max_tokens
-        neurons, pairs = layout.blocks * layout.block_neurons, tokens * model.experts_per_token
+        neurons, pairs = layout.blocks * layout.block_neurons, tokens * model.most_active_experts
         rank = manifest.predictor.rank if predicts and manifest.predictor else 0
         self._claims = np.zeros(lib.np_engine_claims(model.layers), np.uint32)
         self._barrier = np.zeros(LINE_WORDS, np.uint32)
@@ -57,7 +57,9 @@ class Participants:
             "hidden": np.zeros((pairs, neurons), np.float32),
             "partials": self.partials,
             "ranks": np.zeros((pairs, rank), np.float32) if rank else None,
-            "predicted": np.zeros((min(pairs, model.experts), neurons, -(-tokens // 8)), np.uint8) if rank else None,
+            "predicted": np.zeros((min(pairs, model.most_experts), neurons, -(-tokens // 8)), np.uint8)
+            if rank
+            else None,
             "claims": self._claims,
             "logits": self._logits,
             "kv": np.zeros(2 * model.layers * model.key_width * model.context_tokens, np.uint16),

@@ -98,6 +98,17 @@ SPECS = {
         layer_kinds=(LayerKind(1, 20), LayerKind(1)), query_heads=6, key_heads=2, head_width=32, attention_sinks=True,
         activation="clamped_swiglu", activation_limit=1.0, qkv_bias=True, output_bias=True, ffn_bias=True, **COMMON,
     ),
+    "glm": ModelSpec(
+        family="llama", width=96, neurons=100, experts=8, experts_per_token=3, shared_experts=2, router="sigmoid",
+        choosing_bias=True, router_groups=4, groups_per_token=2, routed_scale=1.8, joint_norm=True,
+        layer_kinds=(LayerKind(1, dense_experts=3), LayerKind(2, 20)), query_heads=6, key_heads=2, head_width=32,
+        activation="silu", qkv_bias=True, **COMMON,
+    ),
+    "shared gate": ModelSpec(
+        family="llama", width=128, neurons=70, experts=6, experts_per_token=2, shared_experts=3, shared_gate=True,
+        normalized_shares=False, layer_kinds=(LayerKind(1), LayerKind(1, dense_experts=11), LayerKind(1)),
+        query_heads=4, key_heads=2, head_width=32, activation="relu", **COMMON,
+    ),
     "parallel": ModelSpec(
         family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,
         norm="layer", activation="relu", gated=False, parallel=True, tied_embeddings=True, **COMMON,
@@ -172,6 +183,8 @@ def _vector(name: str, length: int, random: np.random.Generator) -> Array:
         return np.asarray(10_000.0 ** (-np.arange(length) / length), dtype=np.float32)
     if name.endswith("router"):
         return _normal(random, (length,), 0.12)
+    if name.endswith(("shared_gate", "choosing_bias")):
+        return _normal(random, (length,), 0.15)
     if name.endswith("sinks"):
         return _normal(random, (length,), 1.5)
     centre = 1.0 if name.endswith("norm") else -1.8 if name.endswith("up.bias") else 0.0

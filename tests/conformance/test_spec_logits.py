@@ -33,7 +33,7 @@ Packages = Callable[[str, str], Package]
 CHUNK = 64
 TEXT = np.random.default_rng(3).integers(0, 509, CHUNK + 6).tolist()  # chunks with a panel and without
 CASES = [(name, "f16") for name in SPECS] + [
-    (name, q) for name in ("opt", "ungated relu2", "parallel", "turbosparse", "gpt-oss") for q in ("q8", "q4")
+    (name, q) for name in ("opt", "ungated relu2", "parallel", "turbosparse", "gpt-oss", "glm") for q in ("q8", "q4")
 ]
 CASES += [(name, "q3") for name in ("many neurons", "turbosparse")]
 CASES += [("parallel", "q4k"), ("turbosparse", "q4k"), ("opt", "q5k"), ("many neurons", "q6k")]
@@ -71,7 +71,7 @@ def test_every_kind_of_model_has_the_logits_of_the_reference_and_the_same_bits_o
     plain: dict[str, Any] = {}
     blocks = package.manifest.layout.blocks
     by_turns: dict[str, Any] = {"partial_tokens": 5, "window_blocks": blocks}
-    together: dict[str, Any] = {"window_blocks": blocks * package.manifest.model.experts}
+    together: dict[str, Any] = {"window_blocks": blocks * package.manifest.model.most_experts}
     in_parts: dict[str, Any] = {"pipeline": False}
     cases = [(2, 1, plain), (3, 5, plain), (1, CHUNK, plain), (2, CHUNK, plain), (2, CHUNK, by_turns)]
     cases += [(2, 1, together), (3, 5, together), (2, CHUNK, {**together, "partial_tokens": 5})]
@@ -106,7 +106,9 @@ def test_a_target_that_is_no_token_is_refused(target: int, packages: Packages) -
         Participants(packages("qwen3", "q8"), count=1, max_tokens=2).rate([1, target], 0)
 
 
-@pytest.mark.parametrize(("name", "guesses"), [("mixtral", True), ("turbosparse", True), ("smallthinker", False)])
+@pytest.mark.parametrize(
+    ("name", "guesses"), [("mixtral", True), ("turbosparse", True), ("glm", True), ("smallthinker", False)]
+)
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_experts_are_guessed_while_flash_is_idle_and_change_no_bit(
     name: str, guesses: bool, tokens: int, packages: Packages
@@ -126,7 +128,8 @@ def test_experts_are_guessed_while_flash_is_idle_and_change_no_bit(
 
 @pytest.mark.parametrize("tokens", [1, 5, CHUNK])
 @pytest.mark.parametrize(
-    ("name", "predicts"), [("qwen3", False), ("gated layer norm", True), ("mixtral", False), ("smallthinker", True)]
+    ("name", "predicts"),
+    [("qwen3", False), ("gated layer norm", True), ("mixtral", False), ("smallthinker", True), ("glm", False)],
 )
 def test_who_takes_part_and_whose_blocks_are_which_may_change_with_every_step(
     name: str, tokens: int, predicts: bool, packages: Packages, tmp_path: Path
@@ -136,7 +139,7 @@ def test_who_takes_part_and_whose_blocks_are_which_may_change_with_every_step(
     if predicts:
         package, _ = give_predictor(write_package(tmp_path / "package", SPECS[name], "q8"), TEXT)
     blocks = package.manifest.layout.blocks
-    everything = blocks * package.manifest.model.experts
+    everything = blocks * package.manifest.model.most_experts
     assert blocks >= 2
     half, rest = (0, blocks // 2), (blocks // 2, blocks)
     stories: list[Ranges] = [

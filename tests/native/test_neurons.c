@@ -33,7 +33,7 @@ static uint32_t of_slot(const np_shape *s, uint32_t rows, int is_scales) {
 static np_shape shape_of(int type, uint32_t each, int gated, int activation, int decides) {
     np_shape s = {
         .width = WIDTH, .neurons = NEURONS, .layers = 1, .query_heads = 1, .key_heads = 1, .head_width = WIDTH, .vocabulary = 1,
-        .context_tokens = 1, .experts = 1, .experts_per_token = 1, .norm_epsilon = 1e-5f, .rotary = 1, .type = type == NP_Q3 ? NP_Q4 : type,
+        .context_tokens = 1, .experts = 1, .experts_per_token = 1, .router_groups = 1, .groups_per_token = 1, .routed_scale = 1.0f, .norm_epsilon = 1e-5f, .rotary = 1, .type = type == NP_Q3 ? NP_Q4 : type,
         .activation = activation, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .residual_scale = 1, .gated = gated,
         .predictor_rank = decides ? 32 : 0, .predictor_type = type == NP_Q3 ? NP_Q4 : type, .predictor_reads = NP_READS_ATTENTION, .cluster_neurons = each,
         .clusters = NEURONS / each, .block_neurons = BLOCK, .blocks = BLOCKS, .slot_bytes = {SLOT * each, SLOT * each},
@@ -71,7 +71,7 @@ static void compute(stage *s, uint32_t first, uint32_t count) {
         for (uint32_t t = 0; t < count; t++)
             if (wants[i] >> (first + t) & 1) s->predicted[i * mask_bytes + t / 8] |= (uint8_t)(1u << t % 8);
     memcpy(s->residual, at_first[first], count * sizeof s->residual[0]);
-    const np_layer layer = {.ffn_norm = {ones, NULL}, .silent_below = silent_below};
+    const np_layer layer = {.experts = 1, .ffn_norm = {ones, NULL}, .silent_below = silent_below};
     const np_fixed fixed = {.layers = &layer};
     const np_shared shared = {
         .residual = s->residual[0], .hidden = s->hidden[0], .partials = s->partials[0][0], .ranks = s->ranks[0], .predicted = s->predicted,

@@ -23,7 +23,7 @@ typedef struct {
 
 static const np_shape shape = {
     .width = WIDTH, .neurons = BLOCKS * 4, .layers = LAYERS, .query_heads = 1, .key_heads = 1, .head_width = WIDTH,
-    .vocabulary = VOCABULARY, .context_tokens = CONTEXT, .experts = 1, .experts_per_token = 1, .norm_epsilon = 1e-5f, .rotary = 1,
+    .vocabulary = VOCABULARY, .context_tokens = CONTEXT, .experts = 1, .experts_per_token = 1, .router_groups = 1, .groups_per_token = 1, .routed_scale = 1.0f, .norm_epsilon = 1e-5f, .rotary = 1,
     .type = NP_Q8, .activation = NP_RELU, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .residual_scale = 1, .gated = 1,
     .cluster_neurons = 4, .clusters = BLOCKS, .block_neurons = 4, .blocks = BLOCKS, .slot_bytes = {1024, 1024},
     .gate = {NP_TRIGGER, 0, NP_TRIGGER, 512, NP_Q8}, .up = {NP_VALUE, 0, NP_TRIGGER, 600, NP_Q8}, .down = {NP_VALUE, 256, NP_TRIGGER, 700, NP_Q8},
@@ -34,7 +34,7 @@ static np_engine *made(stage *s, const void *zeros, int held) {
     const np_matrix matrix = {zeros, zeros, NP_Q8, 0};
     const np_norm norm = {zeros, NULL};
     for (int n = 0; n < LAYERS; n++)
-        layers[n] = (np_layer){.qkv = matrix, .attention_output = matrix, .attention_norm = norm, .ffn_norm = norm, .rotary = 1};
+        layers[n] = (np_layer){.first_ffn = (uint32_t)n, .experts = 1, .qkv = matrix, .attention_output = matrix, .attention_norm = norm, .ffn_norm = norm, .rotary = 1};
     const np_fixed fixed = {.embedding = matrix, .output = matrix, .output_norm = norm, .inverse_frequency = zeros, .layers = layers};
     const np_shared shared = {
         .residual = s->residual[0], .queries = s->queries[0], .attention = s->attention[0], .hidden = s->hidden[0],

@@ -135,7 +135,7 @@ def test_padding_is_at_most_a_quarter_where_some_cluster_achieves_it(quantizatio
 @pytest.mark.parametrize(("layer", "neuron", "word"), [(0, 0, 0), (0, 11, 0), (0, 12, 1), (1, 0, 86), (7, 1023, 687)])
 def test_addresses_count_clusters_layer_after_layer(layer: int, neuron: int, word: int) -> None:
     layout: Layout = compute_layout("q8", 320, 1024, GATED, "source")
-    assert layout.cluster_index(layer, 0, 1, neuron) == word
+    assert layout.cluster_index(layer, neuron) == word
     assert layout.offset_bytes(word) == word * 12288
     assert layout.offset_bytes(word, "value") == word * 12288 + 4096
 

@@ -18,7 +18,8 @@ from neuronpipe.plans.planner.plan_options import PlanOptions
 from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.plans.planner.validation import validate
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.worker.participant import create_engine, native_shape
+from neuronpipe.services.worker.native_model import layer_facts, native_shape
+from neuronpipe.services.worker.participant import create_engine
 
 from tests.unit.test_planner import device, least_bytes, manifest, seven_billion
 
@@ -199,7 +200,9 @@ def test_the_engine_refuses_a_place_that_contradicts_itself(wrong: dict[str, int
         "window_blocks": m.layout.blocks,
         "partial_tokens": 2,
     }
-    shape, fixed, shared = native_shape(m, 8, predicts=False), ffi.new("np_fixed *"), ffi.new("np_shared *")
+    shape, shared = native_shape(m, 8, predicts=False), ffi.new("np_shared *")
+    layers = bare_layers(m)
+    fixed = ffi.new("np_fixed *", {"layers": layers})
 
     def create(config: dict[str, int]) -> Any:
         return create_engine(shape, fixed, shared, ffi.new("np_engine_config *", config))
@@ -213,12 +216,39 @@ def test_packages_requests_and_the_engine_agree_on_how_many_clusters_there_may_b
     assert MAX_CLUSTERS == lib.NP_REQUEST_CLUSTER_MASK + 1
     shape = native_shape(manifest(), 8, predicts=False)
     shape.layers = MAX_CLUSTERS // shape.clusters + 1
+    layers = ffi.new("np_layer[]", [{"first_ffn": n, "experts": 1} for n in range(shape.layers)])
+    fixed = ffi.new("np_fixed *", {"layers": layers})
     config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "window_blocks": 1}
     native = ffi.new("np_engine_config *", config | {"partial_tokens": 1})
-    with pytest.raises(ValueError, match="refuses `clusters`"):
-        create_engine(shape, ffi.new("np_fixed *"), ffi.new("np_shared *"), native)
+    with pytest.raises(ValueError, match="refuses `first_ffn`"):
+        create_engine(shape, fixed, ffi.new("np_shared *"), native)
     shape.layers -= 1
-    lib.np_engine_destroy(create_engine(shape, ffi.new("np_fixed *"), ffi.new("np_shared *"), native))
+    lib.np_engine_destroy(create_engine(shape, fixed, ffi.new("np_shared *"), native))
+
+
+def bare_layers(of: Any) -> Any:
+    """The layers of a model without their tensors."""
+    return ffi.new("np_layer[]", [layer_facts(of.model, n) for n in range(of.model.layers)])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"first_ffn": 0}, "first_ffn"),
+        ({"experts": 0}, "experts"),
+        ({"experts": 2}, "experts"),
+        ({"routed_experts": 1}, "experts"),
+    ],
+)
+def test_the_engine_says_which_field_of_a_layer_is_wrong(wrong: dict[str, int], field: str) -> None:
+    m = manifest()
+    layers, config = bare_layers(m), {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "window_blocks": 1}
+    for name, value in wrong.items():
+        setattr(layers[1], name, value)
+    fixed, native = ffi.new("np_fixed *", {"layers": layers}), ffi.new("np_engine_config *", config)
+    native.partial_tokens = 1
+    with pytest.raises(ValueError, match=f"refuses `{field}`"):
+        create_engine(native_shape(m, 8, predicts=False), fixed, ffi.new("np_shared *"), native)
 
 
 def of_gate(**fields: int) -> dict[str, dict[str, int]]:
@@ -240,6 +270,11 @@ def of_gate(**fields: int) -> dict[str, dict[str, int]]:
         ({"experts": 1 << 20}, "experts"),
         ({"experts_per_token": 2}, "experts_per_token"),
         ({"router": 7}, "router"),
+        ({"chosen_per_token": 1}, "chosen_per_token"),
+        ({"router_groups": 0}, "router_groups"),
+        ({"groups_per_token": 2}, "groups_per_token"),
+        ({"routed_scale": 0.0}, "routed_scale"),
+        ({"head_norm": 1, "joint_norm": 1}, "joint_norm"),
         ({"router_reads": 1}, "router_reads"),
         ({"norm": 2}, "norm"),
         ({"query_heads": 3, "key_heads": 2}, "query_heads"),
@@ -271,9 +306,9 @@ def test_the_engine_says_which_field_of_a_shape_is_wrong(wrong: dict[str, Any], 
     for name, value in wrong.items():
         setattr(shape, name, value)
     config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "window_blocks": 1}
-    native = ffi.new("np_engine_config *", config | {"partial_tokens": 1})
+    native, layers = ffi.new("np_engine_config *", config | {"partial_tokens": 1}), bare_layers(m)
     with pytest.raises(ValueError, match=f"refuses `{field}`"):
-        create_engine(shape, ffi.new("np_fixed *"), ffi.new("np_shared *"), native)
+        create_engine(shape, ffi.new("np_fixed *", {"layers": layers}), ffi.new("np_shared *"), native)
 
 
 @pytest.mark.parametrize("below", [-0.1, float("nan"), float("inf")])
@@ -281,7 +316,7 @@ def test_the_engine_refuses_a_threshold_that_is_none(below: float) -> None:
     shape = native_shape(manifest(), 8, predicts=False)
     shape.activation = lib.NP_SILU
     config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "window_blocks": 1, "partial_tokens": 1}
-    layers = ffi.new("np_layer[]", shape.layers)
+    layers = bare_layers(manifest())
     layers[shape.layers - 1].silent_below = below
     fixed, native = ffi.new("np_fixed *", {"layers": layers}), ffi.new("np_engine_config *", config)
     with pytest.raises(ValueError, match="refuses `silent_below`"):

@@ -119,11 +119,11 @@ def test_a_sample_of_clusters_stands_for_all(phone: DeviceModel, manifest: Manif
 def test_neighbours_in_the_order_of_frequency_make_a_cluster() -> None:
     layers = [LayerDemand(np.array([0, 1, 6]), np.ones(3, bool)), LayerDemand(np.array([8, 15]), np.ones(2, bool))]
     work = Workload([layers], np.arange(16), np.ones(16), 1.0, 8)
-    ((first, second),), clusters = in_clusters(work, 1, 3)
+    ((first, second),), clusters = in_clusters(work, 3)
     assert clusters == 3
     assert first.tolist() == [0, 2]
     assert second.tolist() == [3, 5]
-    ((first, _),), clusters = in_clusters(work, 2, 2)
+    ((first, _),), clusters = in_clusters(Workload([layers], np.arange(16), np.ones(16), 1.0, 4), 2)
     assert (clusters, first.tolist()) == (2, [0, 3])
 
 

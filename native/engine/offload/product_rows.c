@@ -171,7 +171,7 @@ int np_engine_open_rows(np_engine *engine, np_product_rows *rows)
 {
     const np_shape *s = &engine->shape;
     const np_external_state *e = &engine->external;
-    if (!e->reader || rows->layer >= s->layers || rows->rows > e->max_rows || rows->expert >= s->experts || rows->first_block >= s->blocks)
+    if (!e->reader || rows->layer >= s->layers || rows->rows > e->max_rows || rows->expert >= engine->fixed.layers[rows->layer].experts || rows->first_block >= s->blocks)
         return NP_E_ARGUMENT;
     if (np_word_load(engine->shared.epoch) != engine->epoch)
         return NP_E_EPOCH;

@@ -24,7 +24,13 @@ from neuronpipe.plans.convert.gguf.powerinfer import (
     powerinfer_opt,
     powerinfer_threshold,
 )
-from neuronpipe.plans.convert.rope import MAX_THETA, attention_scale, paired_order, scaled_frequencies
+from neuronpipe.plans.convert.rope import (
+    MAX_THETA,
+    attention_scale,
+    interleaved_order,
+    paired_order,
+    scaled_frequencies,
+)
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.stored_tensors import Inventory, OpenFile, RowNumbers
 from neuronpipe.plans.gguf_part_names import model_stem
@@ -394,10 +400,3 @@ def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArc
     if architecture.partial_rotary and (rotated := _rotated_width(metadata, name, model)) < model.head_width:
         return {part: paired_order(count, model.head_width, rotated) for part, count in heads.items()}
     return {}
-
-
-def interleaved_order(heads: int, head_width: int) -> RowNumbers:
-    """Return the order of the rows of a query or key matrix that turns neighbouring elements of a head, which form a
-    pair in the file, into elements j and j + head_width / 2."""
-    rows = np.arange(heads * head_width, dtype=np.int64).reshape(heads, head_width // 2, 2)
-    return rows.swapaxes(1, 2).reshape(-1)

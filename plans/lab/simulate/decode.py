@@ -142,7 +142,7 @@ class _Token:
 
     def _predict(self, layer: int, after: list[Task]) -> list[Task]:
         model, n = self._model, self._number
-        bytes = model.spec.experts_per_token * model.predictor_bytes(1 - self._traffic.hot_share)
+        bytes = model.spec.mean_active_experts * model.predictor_bytes(1 - self._traffic.hot_share)
         looked = float(self._traffic.looked[n, layer])
         lookups = self._costs.lookups_s(looked / self.simulation.cores)
         bytes *= bool(model.predictor_rank)
@@ -152,7 +152,7 @@ class _Token:
 
     def _hot(self, layer: int, after: list[Task]) -> Task:
         model = self._model
-        rows = self._traffic.hot_share * model.spec.neurons * model.spec.experts_per_token
+        rows = self._traffic.hot_share * model.spec.neurons * model.spec.mean_active_experts
         bytes = rows * model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
         start = self._device.npu_start_us.value * 1e-6
         return self.simulation.add("npu", "neurons", layer, seconds=start, bytes=bytes, after=after, value=round(rows))
@@ -162,7 +162,7 @@ class _Token:
         model, share = self._model, self._traffic.streamed_share
         if not share:
             return []
-        neurons = share * model.spec.neurons * model.spec.experts_per_token
+        neurons = share * model.spec.neurons * model.spec.mean_active_experts
         size = neurons * model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
         self.flash_bytes, self.flash_reads = self.flash_bytes + size, self.flash_reads + size / STREAMED_READ_BYTES
         seconds = size / self._device.sequential_bytes_per_s(STREAMED_READ_BYTES)
@@ -296,7 +296,7 @@ class _Token:
         cache is LRU and layers are read in a cycle."""
         model, spec = self._model, self._model.spec
         attended = self._attention(layer, before)
-        bytes = spec.neurons * model.neuron_bytes * spec.experts_per_token
+        bytes = spec.neurons * model.neuron_bytes * spec.mean_active_experts
         after = attended
         if self._situation.resident < 1:
             seconds = bytes / self._device.sequential_bytes_per_s(MAPPED_READ_BYTES)

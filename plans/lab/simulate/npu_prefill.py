@@ -133,12 +133,12 @@ class _Run:
     def _neurons(self, layer: int, before: list[Task]) -> list[Task]:
         """Add the products of a feed-forward, expert by expert. In a mixture, rows are read after routing."""
         spec = self._spec
-        chosen = spec.experts_per_token / spec.experts
+        chosen = spec.active_experts(layer) / spec.expert_counts[layer]
         graphs = Graphs.expected(self._tokens, chosen)
         pieces = math.ceil(spec.neurons / MAX_PRODUCT_NEURONS)
         weights = len(spec.ffn_matrices) * spec.width * math.ceil(spec.neurons / pieces)
         routed = before if spec.experts > 1 else []
-        for _ in range(spec.experts):
+        for _ in range(spec.expert_counts[layer]):
             before = self._between(layer, before, encoded=spec.width, share=chosen)
             inputs = before
             for _ in range(pieces):

@@ -127,12 +127,15 @@ def record(package: Package, mode: Mode, tokens: Sequence[int], of: str) -> Reco
     of: name of the text, for people
     """
     model, layout = package.manifest.model, package.manifest.layout
+    if len(set(model.expert_counts)) > 1:
+        raise UserError(f"{package.path}: its layers have different numbers of experts; recordings have equal ones")
+    experts = model.most_experts
     predictor = StoredPredictor(package) if mode == "predicted" else None
-    chosen = np.zeros((len(tokens), model.layers, model.experts), dtype=bool)
-    wanted = np.zeros((len(tokens), model.layers, model.experts, layout.clusters), dtype=bool)
+    chosen = np.zeros((len(tokens), model.layers, experts), dtype=bool)
+    wanted = np.zeros((len(tokens), model.layers, experts, layout.clusters), dtype=bool)
 
     def observe(run: LayerRun) -> None:
-        layer, expert = divmod(run.ffn, model.experts)
+        layer, expert = model.place_of(run.ffn)
         neurons = predictor.mask(run) if predictor is not None else run.inner != 0
         padded = np.zeros((len(neurons), layout.clusters * layout.cluster_neurons), dtype=bool)
         padded[:, : neurons.shape[1]] = neurons

@@ -239,7 +239,7 @@ def sequences_of(
             gates_fire = rates(manifest, mode).value_read
             model = dataclasses.replace(model, active=gates_fire, predicted=gates_fire)
         work = _generated(model, options.preset, count, options.seed, 1)
-        tokens, sampled = in_clusters(work, model.spec.experts, layout.cluster_neurons)
+        tokens, sampled = in_clusters(work, layout.cluster_neurons)
     return [SequenceDemand(tokens[:SKIPPED_TOKENS]), SequenceDemand(tokens[SKIPPED_TOKENS:])], sampled
 
 
@@ -282,7 +282,7 @@ def _generated(model: SimulatedModel, preset: str, tokens: int, seed: int, batch
 
 def _repeat(model: SimulatedModel, counts: Traffic, batch: int) -> float:
     spec = model.spec
-    neurons_of_one = model.active * spec.neurons * spec.experts_per_token
+    neurons_of_one = model.active * spec.neurons * spec.mean_active_experts
     union = float(counts.all_fire.mean())
     return max(1.0, batch * neurons_of_one / union) if union and batch > 1 else 1.0
 

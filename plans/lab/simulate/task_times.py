@@ -84,7 +84,7 @@ class FileCosts:
         self._computes = sum(core.computes_gb_per_s for core in cores) * 1e9 / len(cores)
         self.parts, self.rows, self.value_rows, self.whole = Parts.of(model), 1.0, 1.0, False
         self.gates_name_values = False
-        self._range = self.parts.whole_bytes * model.spec.neurons * model.spec.experts_per_token
+        self._range = self.parts.whole_bytes * model.spec.neurons * model.spec.mean_active_experts
         self._quants = model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
         self._messages = system.name == "ours"  # the others are one process
 
@@ -124,7 +124,7 @@ class PlannedCosts:
         model, layout, read = manifest.model, manifest.layout, rates(manifest, plan.compute.mode)
         self._manifest, self._plan, self._cost = manifest, plan, cost
         self._workers, self._matrices = len(plan.compute.decode_workers()), 2 if model.gated else 1
-        computed = model.layers * model.experts_per_token * model.neurons
+        computed = model.active_ffns * model.neurons
         triggers, values = computed * read.trigger_read, computed * read.down_read
         values += computed * read.value_read if model.gated else 0.0
         moved = plan.memory.are_scales_moved
@@ -132,7 +132,7 @@ class PlannedCosts:
         self.rows, self.value_rows = triggers / max(1.0, looked), values / self._matrices / max(1.0, fire)
         self.whole = plan.flash.bundle
         self.gates_name_values = plan.compute.mode != "predicted" and not plan.flash.bundle
-        self._clusters = layout.clusters * model.experts_per_token
+        self._clusters = layout.clusters * model.mean_active_experts
         value_row = neuron_row_bytes(manifest)
         trigger_bytes = triggers * trigger_row_bytes(manifest)
         kernels_s = self._kernels_s(trigger_bytes, values * value_row, value_row)

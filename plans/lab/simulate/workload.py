@@ -53,36 +53,37 @@ class Workload:
     order: all ids, most frequent first
     frequency: share of the tokens that access each id; in a generated workload, of those that choose its expert
     scale: number of neurons for which an id stands
-    of_layer: number of ids of a layer
+    of_ffn: number of ids of a feed-forward
     """
 
     tokens: list[list[LayerDemand]]
     order: Ids
     frequency: NDArray[np.float64]
     scale: float
-    of_layer: int
+    of_ffn: int
 
 
 def generated(model: SimulatedModel, preset: Preset, tokens: int, seed: int, batch: int = 1) -> Workload:
     """Return a generated workload of `tokens` steps. A step of a batch wants the neurons that any sequence wants."""
     random = np.random.default_rng(seed)
     spec = model.spec
-    sampled = min(spec.neurons, max(64, MAX_SAMPLED // (spec.layers * spec.experts)))
+    sampled = min(spec.neurons, max(64, MAX_SAMPLED // spec.ffns))
     one_expert = [active_shares(layer, spec.layers, sampled, model.active) for layer in range(spec.layers)]
-    shares = np.concatenate([np.tile(layer, spec.experts) for layer in one_expert])
+    shares = np.concatenate(
+        [np.tile(layer, count) for layer, count in zip(one_expert, spec.expert_counts, strict=True)]
+    )
     cuts = (-quantile(shares)).astype(np.float32)
     generator = _Sequence(model, preset, cuts, _predictor(model, preset, shares, random))
-    of_layer = spec.experts * sampled
     steps: list[list[LayerDemand]] = []
     sequences = [generator.tokens(tokens, np.random.default_rng((seed, n))) for n in range(batch)]
     for step_masks in zip(*sequences, strict=True):
         is_named = np.logical_or.reduce([masks[0] for masks in step_masks])
         fires = np.logical_or.reduce([masks[1] for masks in step_masks])
         ids = np.flatnonzero(is_named)
-        bounds = np.searchsorted(ids, np.arange(spec.layers + 1) * of_layer)
+        bounds = np.searchsorted(ids, np.array(spec.first_ffns) * sampled)
         steps.append([LayerDemand(ids[a:b], fires[ids[a:b]]) for a, b in itertools.pairwise(bounds)])
     order = np.argsort(-shares, kind="stable")
-    return Workload(steps, order, shares, spec.neurons / sampled, of_layer)
+    return Workload(steps, order, shares, spec.neurons / sampled, sampled)
 
 
 class _Sequence:
@@ -106,7 +107,7 @@ class _Sequence:
                     values = route * np.sqrt(1 - token_share) + np.sqrt(token_share) * random.standard_normal(
                         len(route)
                     )
-                    is_named &= _chosen(values.reshape(spec.layers, spec.experts) + bias, spec.experts_per_token, width)
+                    is_named &= _chosen(values.reshape(spec.layers, spec.experts) + bias, spec, width)
                 yield is_named, is_firing & is_named
 
 
@@ -120,12 +121,16 @@ def _router_biases(spec: ModelSpec) -> NDArray[np.float64]:
     return np.stack([random.permutation(biases) for _ in range(spec.layers)])
 
 
-def _chosen(route: NDArray[np.floating[Any]], count: int, width: int) -> Mask:
-    """Return a mask of the `width` neurons of all layers: those of the `count` experts with the greatest router values
-    `route` [layers, experts] in each layer."""
-    is_chosen = np.zeros(route.shape, dtype=bool)
-    np.put_along_axis(is_chosen, np.argsort(-route, axis=1)[:, :count], True, axis=1)
-    return np.repeat(is_chosen.reshape(-1), width // is_chosen.size)
+def _chosen(route: NDArray[np.floating[Any]], spec: ModelSpec, width: int) -> Mask:
+    """Return a mask of the `width` neurons of all layers: those of the experts with the greatest router values `route`
+    [layers, experts] in each layer, and of the experts that compute every token."""
+    is_chosen = np.ones(spec.ffns, dtype=bool)
+    best = np.argsort(-route, axis=1)[:, : spec.experts_per_token]
+    for layer, first in enumerate(spec.first_ffns[:-1]):
+        if spec.routed_experts(layer):
+            is_chosen[first : first + spec.experts] = False
+            is_chosen[first + best[layer]] = True
+    return np.repeat(is_chosen, width // spec.ffns)
 
 
 @frozen
@@ -191,22 +196,20 @@ def recorded(recording: Recording, tokens: int) -> Workload:
     demands = [
         [LayerDemand(layer, np.ones(len(layer), dtype=bool)) for layer in steps[n % len(steps)]] for n in range(tokens)
     ]
-    of_layer = recording.chosen.shape[2] * recording.clusters
     counts = np.zeros(recording.all)
     for token in steps:
         for layer in token:
             counts[layer] += 1
-    return Workload(demands, order, counts / len(steps), 1.0, of_layer)
+    return Workload(demands, order, counts / len(steps), 1.0, recording.clusters)
 
 
-def in_clusters(work: Workload, experts: int, neurons: int) -> tuple[list[list[Ids]], int]:
+def in_clusters(work: Workload, neurons: int) -> tuple[list[list[Ids]], int]:
     """Return the looked up clusters [token][layer] if consecutive ids form clusters of `neurons` neurons, and the
     number of clusters of a feed-forward."""
-    of_ffn = work.of_layer // experts
-    clusters = -(-of_ffn // neurons)
+    clusters = -(-work.of_ffn // neurons)
 
     def touched(ids: Ids) -> Ids:
-        ffn, neuron = np.divmod(ids, of_ffn)
+        ffn, neuron = np.divmod(ids, work.of_ffn)
         return np.unique(ffn * clusters + neuron // neurons)
 
     return [[touched(layer.looked) for layer in token] for token in work.tokens], clusters

@@ -5,30 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from neuronpipe.plans.models.registry import FAMILIES
-from neuronpipe.plans.models.spec import (
-    ACTIVATIONS,
-    MAX,
-    MAX_SCALE,
-    MAX_THRESHOLD,
-    MIN_SCALE,
-    NORMS,
-    POSITIONS,
-    ROUTER_INPUTS,
-    ROUTERS,
-    SCALES,
-    Activation,
-    LayerKind,
-    ModelSpec,
-    NormKind,
-    Positions,
-    Router,
-    RouterInput,
-    SpecError,
-)
+from neuronpipe.plans.models.spec import CHOICES, LATER_FIELDS, MAX, RANGES, LayerKind, ModelSpec, SpecError
 from neuronpipe.plans.package.activity_profile import activity_bytes, parse_profiles
 from neuronpipe.plans.package.layout import (
     MAX_BLOCK_CLUSTERS,
@@ -170,43 +152,13 @@ def _parse_model(record: Record) -> ModelSpec:
     try:
         model = ModelSpec(
             family=record.choice("family", *FAMILIES),
-            width=record.integer("width", 1, MAX.width),
-            neurons=record.integer("neurons", 1, MAX.neurons),
-            experts=record.integer("experts", 1, MAX.experts),
-            experts_per_token=record.integer("experts_per_token", 1, MAX.experts)
-            if record.has("experts_per_token")
-            else 1,
-            router=cast(Router, record.choice("router", *ROUTERS) if record.has("router") else "softmax"),
-            router_reads=cast(
-                RouterInput,
-                record.choice("router_reads", *ROUTER_INPUTS) if record.has("router_reads") else "feed_forward",
-            ),
             layer_kinds=tuple(_parse_layer_kind(kind) for kind in record.records("layer_kinds")),
-            query_heads=record.integer("query_heads", 1, MAX.query_heads),
-            key_heads=record.integer("key_heads", 1, MAX.key_heads),
-            head_width=record.integer("head_width", 1, MAX.head_width),
-            vocabulary=record.integer("vocabulary", 1, MAX.vocabulary),
-            context_tokens=record.integer("context_tokens", 1, MAX.context_tokens),
-            norm=cast(NormKind, record.choice("norm", *NORMS)),
-            norm_epsilon=record.number("norm_epsilon", 0.0, 1.0),
-            positions=cast(Positions, record.choice("positions", *POSITIONS)),
-            head_norm=record.boolean("head_norm"),
-            activation=cast(Activation, record.choice("activation", *ACTIVATIONS)),
-            gated=record.boolean("gated"),
-            qkv_bias=record.boolean("qkv_bias"),
-            output_bias=record.boolean("output_bias"),
-            ffn_bias=record.boolean("ffn_bias"),
-            tied_embeddings=record.boolean("tied_embeddings"),
-            parallel=record.has("parallel") and record.boolean("parallel"),
-            router_bias=record.has("router_bias") and record.boolean("router_bias"),
-            attention_sinks=record.has("attention_sinks") and record.boolean("attention_sinks"),
-            activation_limit=record.number("activation_limit", 0.0, MAX_THRESHOLD)
-            if record.has("activation_limit")
-            else 0.0,
-            activation_threshold=record.number("activation_threshold", 0.0, MAX_THRESHOLD)
-            if record.has("activation_threshold")
-            else 0.0,
-            **{name: record.number(name, MIN_SCALE, MAX_SCALE) for name in SCALES if record.has(name)},
+            **{
+                field.name: _parse_model_field(record, field.name)
+                for field in fields(ModelSpec)
+                if field.name not in ("family", "layer_kinds")
+                and (field.name not in LATER_FIELDS or record.has(field.name))
+            },
         )
     except SpecError as error:
         record.fail(error.field, error.complaint)
@@ -214,11 +166,24 @@ def _parse_model(record: Record) -> ModelSpec:
     return model
 
 
+def _parse_model_field(record: Record, name: str) -> Any:
+    """Return the value of a field of ModelSpec, by its declared type and range."""
+    if name in CHOICES:
+        return record.choice(name, *CHOICES[name])
+    if name in RANGES:
+        minimum, maximum = RANGES[name]
+        if isinstance(maximum, int):
+            return record.integer(name, int(minimum), maximum)
+        return record.number(name, minimum, maximum)
+    return record.boolean(name)
+
+
 def _parse_layer_kind(record: Record) -> LayerKind:
     kind = LayerKind(
         record.integer("layers", 1, MAX.layers),
         record.integer("window_tokens", 0, MAX.context_tokens),
         record.boolean("rotary") if record.has("rotary") else True,
+        record.integer("dense_experts", 0, MAX.experts) if record.has("dense_experts") else 0,
     )
     record.finish()
     return kind
@@ -305,7 +270,7 @@ def _check_layout(layout: Layout, stride: int, model: ModelSpec, quantization: Q
         record.fail("cluster_stride_bytes", f"{stride} is not the sum of both parts, {layout.cluster_stride_bytes}")
     if layout.clusters != -(-model.neurons // count):
         record.fail("clusters", f"{layout.clusters} clusters of {count} do not hold {model.neurons} neurons exactly")
-    if (all_clusters := model.layers * model.experts * layout.clusters) > MAX_CLUSTERS:
+    if (all_clusters := model.ffns * layout.clusters) > MAX_CLUSTERS:
         record.fail("clusters", f"{all_clusters} clusters in all; at most {MAX_CLUSTERS}")
     if layout.block_neurons % count or layout.blocks != -(-layout.clusters * count // layout.block_neurons):
         record.fail(

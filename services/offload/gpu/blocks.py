@@ -102,7 +102,7 @@ class OffloadedBlocks:
         self.gated = model.gated
         self._stored = min(blocks * layout.block_neurons, layout.clusters * layout.cluster_neurons)
         self._width, self._block_neurons = model.width, layout.block_neurons
-        pairs, neurons = tokens * model.experts_per_token, blocks * layout.block_neurons
+        pairs, neurons = tokens * model.most_active_experts, blocks * layout.block_neurons
         self._down_quantization = manifest.row_quantization("down")
         files = (("values.cl", manifest.quantization), ("sums.cl", self._down_quantization))
         self._values_program, self._sums_program = (
@@ -111,7 +111,7 @@ class OffloadedBlocks:
         )
         self._lists, self._trees = (cl.Kernel(self._sums_program, name) for name in ("lists", "trees"))
         self._layers: list[_Layer] = []
-        mask_bytes = min(model.experts, pairs) * neurons * -(-tokens // 8)
+        mask_bytes = min(model.most_experts, pairs) * neurons * -(-tokens // 8)
         self._vectors = self._buffer(tokens * vector_bytes(manifest))
         self._pairs, self._chunks = self._buffer(16 * pairs), self._buffer(16 * pairs)
         self._predicted = self._buffer(mask_bytes)

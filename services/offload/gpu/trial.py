@@ -58,7 +58,7 @@ def manifest_of(quantization: Quantization, width: int, experts: int = 1, expert
 def blocks_within(manifest: Manifest, size_bytes: int) -> int:
     """Return the number of blocks of a layer that fit in size_bytes, at least one."""
     cluster_bytes = manifest.trigger_slot_bytes + manifest.value_slot_bytes
-    block_bytes = manifest.model.experts * manifest.layout.block_clusters * cluster_bytes
+    block_bytes = manifest.model.most_experts * manifest.layout.block_clusters * cluster_bytes
     return max(1, min(manifest.layout.blocks, size_bytes // block_bytes))
 
 

@@ -82,7 +82,7 @@ class OffloadedProducts:
     def load(self, weights: NDArray[np.uint8]) -> None:
         """Convert the next layer's offloaded clusters, [experts * clusters][bytes of both slots]. The array is not
         referenced afterwards."""
-        experts = self._manifest.model.experts
+        experts = self._manifest.model.expert_counts[len(self._layers)]
         self._layers.append(
             [self._prepare_expert(clusters) for clusters in weights.reshape(experts, -1, weights.shape[1])]
         )

@@ -79,8 +79,10 @@ void Job::read_shape()
     shape.activation_threshold = real_or(m, "model/activation_threshold", 0);
     if (!shape.gated || shape.activation_threshold != 0)
         run_fail("model", "this worker needs a gate, and no threshold; use our own prefill worker");
-    if (json_has(m, "model/router_bias") || json_has(m, "model/attention_sinks"))
-        run_fail("model", "this worker computes neither routers with biases nor attention sinks; use our own prefill worker");
+    for (const char *name : {"router_bias", "attention_sinks", "shared_experts", "choosing_bias", "normalized_shares", "router_groups", "routed_scale",
+                             "joint_norm"})
+        if (json_has(m, (std::string("model/") + name).c_str()))
+            run_fail("model", "this worker does not compute this model's routers or attention; use our own prefill worker");
     shape.width = number(m, "model/width");
     shape.neurons = number(m, "model/neurons");
     shape.query_heads = number(m, "model/query_heads");
@@ -89,6 +91,10 @@ void Job::read_shape()
     shape.vocabulary = number(m, "model/vocabulary");
     shape.experts = number(m, "model/experts");
     shape.experts_per_token = number_or(m, "model/experts_per_token", 1);
+    shape.chosen_per_token = shape.experts > 1 ? shape.experts_per_token : 0;
+    shape.router_groups = shape.groups_per_token = 1;
+    shape.normalized_shares = 1;
+    shape.routed_scale = 1;
     shape.router = json_has(m, "model/router") ? choice(m, "model/router", {{"softmax", NP_ROUTER_SOFTMAX}, {"sigmoid", NP_ROUTER_SIGMOID}})
                                                : NP_ROUTER_SOFTMAX;
     shape.router_reads = json_has(m, "model/router_reads")
@@ -112,10 +118,15 @@ void Job::read_shape()
         np_layer layer = {};
         layer.window_tokens = number_or(kind, "window_tokens", 0);
         layer.rotary = !json_has(kind, "rotary") || json_truth(kind, "rotary");
+        if (json_has(kind, "dense_experts"))
+            run_fail("model/layer_kinds", "this worker computes no mixtures with layers that have no router; use our own prefill worker");
+        layer.experts = shape.experts;
+        layer.routed_experts = shape.experts > 1 ? shape.experts : 0;
         const uint32_t layers = number(kind, "layers");
         if (layers > MAX_LAYERS - layers_.size())
             run_fail("model/layer_kinds", "has too many layers");
-        layers_.insert(layers_.end(), layers, layer);
+        for (uint32_t i = 0; i < layers; i++, layers_.push_back(layer))
+            layer.first_ffn = static_cast<uint32_t>(layers_.size()) * shape.experts;
     }
     shape.layers = static_cast<uint32_t>(layers_.size());
 }

@@ -1,0 +1,187 @@
+"""A package's model as the native engine takes it: its shape, and the tensors of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from neuronpipe.native import ROW_TYPES, ffi, lib
+from neuronpipe.plans.models.spec import CHOICES, ModelSpec
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.tensors import predictor_name
+from neuronpipe.services.steps.step_counters import PARTS
+
+READS = {
+    "feed_forward": lib.NP_READS_FEED_FORWARD,
+    "attention": lib.NP_READS_ATTENTION,
+    "layer": lib.NP_READS_LAYER,
+    "residual": lib.NP_READS_RESIDUAL,
+}
+_SHAPE_FIELDS = {name for name, _ in ffi.typeof("np_shape").fields}
+_SAME_FIELDS = tuple(
+    field.name for field in fields(ModelSpec) if field.name in _SHAPE_FIELDS and field.name not in CHOICES
+)
+"""Fields of ModelSpec that np_shape has too, with the same values unless `native_shape` says otherwise."""
+
+_VECTORS = {
+    "qkv_bias": "qkv.bias",
+    "attention_output_bias": "attention_output.bias",
+    "query_norm": "query_norm",
+    "key_norm": "key_norm",
+    "sinks": "sinks",
+    "gate_bias": "gate.bias",
+    "up_bias": "up.bias",
+    "down_bias": "down.bias",
+    "router": "router",
+    "router_bias": "router.bias",
+    "choosing_bias": "router.choosing_bias",
+    "shared_gate": "shared_gate",
+}
+"""Field of np_layer -> the tensor of a layer that it points at; NULL if the package has no such tensor."""
+
+Pointer = Callable[[str, Any], Any]
+
+
+def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, moved_scales: bool = False) -> Any:
+    """Return the np_shape of a package.
+
+    moved_scales: scales are co-located with value slots, by the plan's memory
+    """
+    s, layout, slots = manifest.model, manifest.layout, manifest.slots(moved=moved_scales)
+    predictor = manifest.predictor if predicts else None
+    places = {
+        matrix.name: {
+            "part": PARTS[matrix.part],
+            "quants": matrix.quants,
+            "scales_part": PARTS[matrix.scales_part],
+            "scales": matrix.scales,
+            "type": ROW_TYPES[matrix.quantization or manifest.quantization],
+        }
+        for matrix in slots.matrices
+    }
+    return ffi.new(
+        "np_shape *",
+        {
+            **{name: getattr(s, name) for name in _SAME_FIELDS},
+            "layers": s.layers,
+            "context_tokens": context_tokens,
+            "experts": s.most_experts,
+            "experts_per_token": s.most_active_experts,
+            "chosen_per_token": s.experts_per_token if s.experts > 1 else 0,
+            "router": getattr(lib, f"NP_ROUTER_{s.router.upper()}"),
+            "router_reads": READS[s.router_reads],
+            "norm": getattr(lib, f"NP_NORM_{s.norm.upper()}"),
+            "rotary": s.positions == "rotary",
+            "type": ROW_TYPES[manifest.quantization],
+            "activation": getattr(lib, f"NP_{s.activation.upper()}"),
+            "cluster_neurons": layout.cluster_neurons,
+            "clusters": layout.clusters,
+            "block_neurons": layout.block_neurons,
+            "blocks": layout.blocks,
+            "slot_bytes": (slots.trigger_bytes, slots.value_bytes),
+            **places,
+            "down_by_output": layout.down_by_output,
+            "predictor_rank": predictor.rank if predictor else 0,
+            "predictor_type": ROW_TYPES[predictor.quantization] if predictor else 0,
+            "predictor_relu": predictor is not None and predictor.hidden == "relu",
+            "predictor_reads": READS[predictor.reads] if predictor else 0,
+        },
+    )
+
+
+class NativeTensors:
+    """Makes the np_fixed of a package from its tensors. Its memory lives as long as `keep`.
+
+    tensors: buffers by name, as in fixed.safetensors and predictor.safetensors
+    pointer: (C type, buffer or None) -> a pointer that stays valid
+    keep: receives references that keep cffi from freeing native memory
+    """
+
+    def __init__(self, manifest: Manifest, tensors: Mapping[str, Any], pointer: Pointer, keep: list[Any]) -> None:
+        self._manifest, self._tensors, self._pointer, self._keep = manifest, tensors, pointer, keep
+
+    def fixed(self, *, predicts: bool, thresholded: bool) -> Any:
+        """Return the np_fixed.
+
+        predicts: with predictors, if the package has them
+        thresholded: with the thresholds of SiLU neurons, if the package has them
+        """
+        layers = ffi.new("np_layer[]", self.layers(predicts=predicts, thresholded=thresholded))
+        embedding = self._matrix("embedding")
+        fixed = ffi.new(
+            "np_fixed *",
+            {
+                "embedding": embedding,
+                "output": embedding if self._manifest.model.tied_embeddings else self._matrix("output"),
+                "output_norm": self._norm("output_norm"),
+                "inverse_frequency": self._vector("rope.inverse_frequency"),
+                "position_embedding": self._vector("position_embedding"),
+                "layers": layers,
+            },
+        )
+        self._keep += [layers, fixed]
+        return fixed
+
+    def layers(self, *, predicts: bool = False, thresholded: bool = False) -> list[dict[str, Any]]:
+        """Return the fields of the np_layer of each layer; see `fixed`."""
+        model, silent = self._manifest.model, self._manifest.silent
+        return [
+            {
+                **layer_facts(model, n),
+                "silent_below": silent.by_layer[n].threshold if thresholded and silent is not None else 0.0,
+                "qkv": self._matrix(f"layers.{n}.qkv"),
+                "attention_output": self._matrix(f"layers.{n}.attention_output"),
+                "attention_norm": self._norm(f"layers.{n}.attention_norm"),
+                "ffn_norm": self._norm(f"layers.{n}.ffn_norm"),
+                **{field: self._vector(f"layers.{n}.{name}") for field, name in _VECTORS.items()},
+                **(self._predictors(n) if predicts else {}),
+            }
+            for n in range(model.layers)
+        ]
+
+    def _predictors(self, layer: int) -> dict[str, Any]:
+        predictor, model = self._manifest.predictor, self._manifest.model
+        if predictor is None:
+            return {}
+        names = [predictor_name(model, layer, expert) for expert in range(model.expert_counts[layer])]
+        native = ffi.new(
+            "np_predictor[]",
+            [
+                {
+                    "input": self._matrix(f"{name}.input"),
+                    "sides": [self._matrix(f"{name}.{side}") for side in predictor.sides],
+                    "biases": [self._vector(f"{name}.{side}.bias") for side in predictor.sides],
+                    "rank": predictor.rank_of(ffn),
+                }
+                for ffn, name in zip(model.ffns_of(layer), names, strict=True)
+            ],
+        )
+        self._keep.append(native)
+        return {"predictors": native}
+
+    def _matrix(self, name: str) -> dict[str, Any]:
+        predictor = self._manifest.predictor if ".predictor." in name else None
+        quantization = self._manifest.quantization_of(name) if predictor is None else predictor.quantization
+        return {
+            "quants": self._pointer("void *", self._tensors[f"{name}.quants"]),
+            "scales": self._pointer("void *", self._tensors.get(f"{name}.scales")),
+            "type": ROW_TYPES[quantization],
+        }
+
+    def _vector(self, name: str) -> Any:
+        return self._pointer("float *", self._tensors.get(name))
+
+    def _norm(self, name: str) -> dict[str, Any]:
+        return {"weight": self._vector(name), "bias": self._vector(f"{name}.bias")}
+
+
+def layer_facts(model: ModelSpec, layer: int) -> dict[str, Any]:
+    """Return the fields of np_layer that are no tensors."""
+    return {
+        "first_ffn": model.first_ffns[layer],
+        "experts": model.expert_counts[layer],
+        "routed_experts": model.routed_experts(layer),
+        "window_tokens": model.windows_tokens[layer],
+        "rotary": model.rotary_layers[layer],
+    }
