@@ -6,16 +6,15 @@ The functions raise UserError for values that are not supported.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from neuronpipe.plans.models.family import SAY_WHICH, Choices, TensorNames, named_activation
+from neuronpipe.plans.models.mixture_configuration import Mixture
 from neuronpipe.plans.models.spec import (
     MAX,
     MAX_THRESHOLD,
     Activation,
     ModelSpec,
-    Router,
-    RouterInput,
     SpecError,
     runs_of,
 )
@@ -140,15 +139,6 @@ def refuse_biases(config: Record, has: Callable[[str], bool]) -> None:
         config.fail("mlp_bias", "biases in the feed-forward are not supported")
 
 
-class Mixture(NamedTuple):
-    """The fields of a ModelSpec that describe a mixture."""
-
-    experts: int
-    experts_per_token: int
-    router: Router = "softmax"
-    router_reads: RouterInput = "feed_forward"
-
-
 def gated_model(
     config: Record,
     choices: Choices,
@@ -158,13 +148,15 @@ def gated_model(
     windows: list[int],
     qkv_bias: bool,
     head_norm: bool = False,
+    joint_norm: bool = False,
     neurons: str = "intermediate_size",
     mixture: Mixture | None = None,
     rotary: list[bool] | None = None,
+    dense_experts: list[int] | None = None,
 ) -> ModelSpec:
     """Return a model with RMS norms, rotary positions and a gated feed-forward. Sizes come from `config`.
 
-    windows, rotary: as in `runs_of`
+    windows, rotary, dense_experts: as in `runs_of`
     neurons: the key of the number of neurons
     mixture: None for a dense model
     """
@@ -173,9 +165,10 @@ def gated_model(
         **sizes(config, choices, neurons),
         **({} if mixture is None else mixture._asdict()),
         family=family,
-        layer_kinds=runs_of(windows, rotary),
+        layer_kinds=runs_of(windows, rotary, dense_experts),
         norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
         head_norm=head_norm,
+        joint_norm=joint_norm,
         activation=activation,
         activation_threshold=threshold(config, choices),
         qkv_bias=qkv_bias,

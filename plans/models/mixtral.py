@@ -13,12 +13,12 @@ from dataclasses import replace
 from neuronpipe.plans.models.configuration import (
     GATED_DEFAULTS,
     GATED_NAMES,
-    Mixture,
     gated_activation,
     gated_model,
     sliding_windows,
 )
 from neuronpipe.plans.models.family import SAY_WHICH, Architecture, Choices, Family
+from neuronpipe.plans.models.mixture_configuration import Mixture
 from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted

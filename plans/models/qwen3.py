@@ -1,4 +1,8 @@
-"""Qwen3 and its mixtures: like Llama, but queries and keys are normed, each head by itself, before they are rotated."""
+"""Qwen3 and the mixtures of Qwen2 and Qwen3.
+
+Qwen3 is like Llama, but queries and keys are normed, each head by itself, before they are rotated. The mixtures of
+Qwen2 have biases of queries, keys and values instead, and shared experts with a gate. Some layers may have no router.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ from dataclasses import replace
 from neuronpipe.plans.models.configuration import (
     GATED_DEFAULTS,
     GATED_NAMES,
-    Mixture,
     gated_activation,
     gated_model,
     refuse_biases,
     windows_of_qwen,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
+from neuronpipe.plans.models.mixture_configuration import Mixture, dense_experts, qwen_layers
 from neuronpipe.plans.models.spec import MAX, ModelSpec
 from neuronpipe.plans.strict_json import Record
 
@@ -69,32 +73,74 @@ MOE_DEFAULTS = {
     "mlp_only_layers": None,
 }
 MOE_NAMES = replace(
-    GATED_NAMES, router="mlp.gate", expert="mlp.experts.{}.", gate="gate_proj", up="up_proj", down="down_proj"
+    GATED_NAMES,
+    router="mlp.gate",
+    expert="mlp.experts.{}.",
+    gate="gate_proj",
+    up="up_proj",
+    down="down_proj",
+    shared="mlp.shared_expert.{}_proj",
+    shared_gate="mlp.shared_expert_gate",
+    dense="mlp.{}_proj",
 )
+# Qwen2MoeConfig in transformers/models/qwen2_moe/configuration_qwen2_moe.py.
+QWEN2_MOE_DEFAULTS = {
+    **{name: value for name, value in MOE_DEFAULTS.items() if name != "attention_bias"},
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "qkv_bias": True,
+    "layer_types": None,
+}
 
 
 def _read_moe(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
-    if not config.boolean("norm_topk_prob"):
-        config.fail("norm_topk_prob", "is false: shares of experts that do not add up to 1 are not supported")
-    if (step := config.integer("decoder_sparse_step", 0, MAX.layers)) != 1:
-        config.fail("decoder_sparse_step", f"is {step}, so some layers have no experts: not supported")
-    if config.has("mlp_only_layers") and config.items("mlp_only_layers"):
-        config.fail("mlp_only_layers", "names layers without experts: not supported")
-    if config.has("use_sliding_window") and config.boolean("use_sliding_window"):
-        config.fail("use_sliding_window", "is true: attention windows are not supported in this class")
     if config.has("attention_bias") and config.boolean("attention_bias"):
         config.fail("attention_bias", "is true: biases of attention are not supported in this class")
-    experts = config.integer("num_experts", 2, MAX.experts)
+    return _mixture(config, has, choices, qkv_bias=False, head_norm=True)
+
+
+def _read_qwen2_moe(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
+    shared, of_expert = (
+        config.integer(key, 1, MAX.neurons) for key in ("shared_expert_intermediate_size", "moe_intermediate_size")
+    )
+    qkv_bias = config.boolean("qkv_bias")
+    return _mixture(config, has, choices, qkv_bias=qkv_bias, head_norm=False, shared_experts=-(-shared // of_expert))
+
+
+def _mixture(
+    config: Record,
+    has: Callable[[str], bool],
+    choices: Choices,
+    *,
+    qkv_bias: bool,
+    head_norm: bool,
+    shared_experts: int = 0,
+) -> ModelSpec:
+    if config.has("use_sliding_window") and config.boolean("use_sliding_window"):
+        config.fail("use_sliding_window", "is true: attention windows are not supported in this class")
+    experts, layers = config.integer("num_experts", 2, MAX.experts), qwen_layers(config)
     return gated_model(
         config,
         choices,
         family=NAME,
         activation=gated_activation(config, has, choices.activation),
-        windows=[0] * config.integer("num_hidden_layers", 1, MAX.layers),
-        qkv_bias=False,
-        head_norm=True,
+        windows=[0] * len(layers),
+        qkv_bias=qkv_bias,
+        head_norm=head_norm,
         neurons="moe_intermediate_size",
-        mixture=Mixture(experts, config.integer("num_experts_per_tok", 1, experts)),
+        mixture=Mixture(
+            experts,
+            config.integer("num_experts_per_tok", 1, experts),
+            shared_experts=shared_experts,
+            shared_gate=shared_experts > 0,
+            normalized_shares=config.boolean("norm_topk_prob"),
+        ),
+        dense_experts=dense_experts(config, layers, "intermediate_size", "moe_intermediate_size"),
     )
 
 
@@ -109,6 +155,9 @@ FAMILY = Family(
         ),
         "Qwen3MoeForCausalLM": Architecture(
             config_class="Qwen3MoeConfig", defaults=MOE_DEFAULTS, read=_read_moe, names=MOE_NAMES
+        ),
+        "Qwen2MoeForCausalLM": Architecture(
+            config_class="Qwen2MoeConfig", defaults=QWEN2_MOE_DEFAULTS, read=_read_qwen2_moe, names=MOE_NAMES
         ),
     },
     gguf={

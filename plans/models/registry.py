@@ -6,13 +6,16 @@ from collections.abc import Mapping
 
 from neuronpipe.plans.models import (
     arcee,
+    ernie,
     falcon,
+    glm4_moe,
     gpt_oss,
     granite,
     llama,
     minicpm,
     mixtral,
     nemotron,
+    olmoe,
     opt,
     qwen3,
     smallthinker,
@@ -37,6 +40,9 @@ FAMILIES: Mapping[str, Family] = {
         gpt_oss.FAMILY,
         smollm3.FAMILY,
         granite.FAMILY,
+        glm4_moe.FAMILY,
+        olmoe.FAMILY,
+        ernie.FAMILY,
     )
 }
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from neuronpipe.plans.models.configuration import GATED_DEFAULTS, GATED_NAMES, Mixture, gated_model
+from neuronpipe.plans.models.configuration import GATED_DEFAULTS, GATED_NAMES, gated_model
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
+from neuronpipe.plans.models.mixture_configuration import Mixture
 from neuronpipe.plans.models.spec import MAX, ModelSpec, Router
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
