@@ -41,6 +41,8 @@ class Recipe:
     shards: int = 1
     seed: int = 1
     experts: int = 0  # of a mixture, each of so many neurons
+    shared: int = 0  # neurons of the expert that every token goes to
+    dense: tuple[int, ...] = ()  # layers of a mixture without experts: each has config's intermediate_size neurons
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -61,6 +63,7 @@ MODEL_TYPES = {
     "GptOssForCausalLM": "gpt_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "GraniteForCausalLM": "granite",
+    "Glm4MoeForCausalLM": "glm4_moe",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -71,6 +74,28 @@ EXPERT_NAMES = {
     "Qwen3MoeForCausalLM": ("mlp.gate", "mlp.experts.{}.", GATED),
     "SmallThinkerForCausalLM": (
         "block_sparse_moe.primary_router", "block_sparse_moe.experts.{}.", ("gate", "up", "down"),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a class of mixtures calls its parts, after a layer's name. Those without a name it does not have."""
+
+    router: str = "mlp.gate.weight"
+    experts: str = "mlp.experts.{}."  # what comes before an expert's matrices
+    matrices: tuple[str, str, str] = GATED
+    correction: str = ""  # of the scores by which experts are chosen
+    shared: str = ""  # what comes before the shared expert's matrices
+    shared_gate: str = ""
+    norms: tuple[str, ...] = ()  # of queries and of keys, each head by itself
+    whole_norms: bool = False  # or all heads as one
+
+
+NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+PARTS = {
+    "Glm4MoeForCausalLM": Parts(
+        correction="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.", norms=NORMS
     ),
 }  # fmt: skip
 
@@ -184,6 +209,25 @@ RECIPES = {
                 },
             },
         ),
+        Recipe(
+            "glm4moe", "Glm4MoeForCausalLM", "silu", 128, 60, 4, 4, 2, 48, bias=True, dtype="BF16", experts=10,
+            shared=180, dense=(0,),
+            config={
+                "n_routed_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 60, "n_shared_experts": 3,
+                "intermediate_size": 200, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+                "norm_topk_prob": True, "routed_scaling_factor": 1.8, "attention_bias": True, "use_qk_norm": False,
+                "partial_rotary_factor": 0.5, "rope_theta": 100_000.0, "num_nextn_predict_layers": 0,
+            },
+        ),
+        Recipe(
+            "glm4moe groups", "Glm4MoeForCausalLM", "silu", 96, 64, 5, 4, 1, 32, experts=12, shared=128, dense=(0, 1),
+            config={
+                "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "n_shared_experts": 2,
+                "intermediate_size": 150, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2,
+                "norm_topk_prob": False, "routed_scaling_factor": 0.6, "attention_bias": False, "use_qk_norm": True,
+                "partial_rotary_factor": 0.25, "num_nextn_predict_layers": 0,
+            },
+        ),
     )
 }  # fmt: skip
 
@@ -223,6 +267,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         return
     if recipe.architecture == "FalconForCausalLM":
         yield from _falcon_tensors(recipe)
+        return
+    if recipe.architecture in PARTS:
+        yield from _mixture_tensors(recipe)
         return
     generator = np.random.PCG64(recipe.seed)
     width, neurons, heads_width = recipe.width, recipe.neurons, recipe.query_heads * recipe.head_width
@@ -348,6 +395,52 @@ def _gpt_oss_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         yield made(f"{name}.mlp.experts.down_proj_bias", (experts, width), 0.2)
     yield made("model.norm.weight", (width,), 0.1, 1.0)
     yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
+
+
+def _mixture_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """Corrections are as large as scores differ, and a shared expert counts as much as the chosen ones."""
+    generator, parts = np.random.PCG64(recipe.seed), PARTS[recipe.architecture]
+    width, heads_width = recipe.width, recipe.query_heads * recipe.head_width
+
+    def made(name: str, shape: tuple[int, ...], deviation: float, centre: float = 0.0) -> tuple[str, Array]:
+        return name, rounded(random_tensor(generator, shape, deviation) + np.float32(centre), recipe.dtype)
+
+    def gated(name: str, matrices: tuple[str, str, str], neurons: int) -> Iterator[tuple[str, Array]]:
+        gate, up, down = matrices
+        yield made(f"{name}{gate}.weight", (neurons, width), width**-0.5)
+        yield made(f"{name}{up}.weight", (neurons, width), width**-0.5)
+        yield made(f"{name}{down}.weight", (width, neurons), 0.5 * neurons**-0.5)
+
+    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0)
+    for layer in range(recipe.layers):
+        name = f"model.layers.{layer}"
+        yield made(f"{name}.input_layernorm.weight", (width,), 0.1, 1.0)
+        for projection, heads in (("q", recipe.query_heads), ("k", recipe.key_heads), ("v", recipe.key_heads)):
+            rows = heads * recipe.head_width
+            yield made(f"{name}.self_attn.{projection}_proj.weight", (rows, width), 1.3 * width**-0.5)
+            if recipe.bias:
+                yield made(f"{name}.self_attn.{projection}_proj.bias", (rows,), 0.5)
+        if recipe.config.get("use_qk_norm", True):
+            for norm, heads in zip(parts.norms, (recipe.query_heads, recipe.key_heads), strict=False):
+                values = recipe.head_width * (heads if parts.whole_norms else 1)
+                yield made(f"{name}.{norm}.weight", (values,), 0.3, 1.2)
+        yield made(f"{name}.self_attn.o_proj.weight", (width, heads_width), 0.5 * heads_width**-0.5)
+        yield made(f"{name}.post_attention_layernorm.weight", (width,), 0.1, 1.0)
+        if layer in recipe.dense:
+            yield from gated(f"{name}.mlp.", GATED, recipe.config["intermediate_size"])
+            continue
+        yield made(f"{name}.{parts.router}", (recipe.experts, width), 1.5 * width**-0.5)
+        if parts.correction:
+            yield made(f"{name}.{parts.correction}", (recipe.experts,), 0.2)
+        for number in range(recipe.experts):
+            yield from gated(f"{name}.{parts.experts.format(number)}", parts.matrices, recipe.neurons)
+        if parts.shared:
+            yield from gated(f"{name}.{parts.shared}", GATED, recipe.shared)
+        if parts.shared_gate:
+            yield made(f"{name}.{parts.shared_gate}", (1, width), 1.5 * width**-0.5)
+    yield made("model.norm.weight", (width,), 0.1, 1.0)
+    if not recipe.tied:
+        yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
 
 
 def _falcon_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:

@@ -77,7 +77,12 @@ def golden_logits(recipe: Recipe, directory: Path) -> np.ndarray:
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     ways = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if recipe.experts else {})
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **ways).eval()
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True, **ways
+    )
+    if any(loading.values()):  # what a checkpoint lacks, transformers makes up
+        raise ValueError(f"{recipe.name}: {loading}")
+    model.eval()
     if inner is not None:
         for layer in model.model.layers:
             mlp = layer.mlp
