@@ -64,6 +64,7 @@ MODEL_TYPES = {
     "SmolLM3ForCausalLM": "smollm3",
     "GraniteForCausalLM": "granite",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -97,6 +98,7 @@ PARTS = {
     "Glm4MoeForCausalLM": Parts(
         correction="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.", norms=NORMS
     ),
+    "Qwen2MoeForCausalLM": Parts(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight"),
 }  # fmt: skip
 
 RECIPES = {
@@ -226,6 +228,24 @@ RECIPES = {
                 "intermediate_size": 150, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2,
                 "norm_topk_prob": False, "routed_scaling_factor": 0.6, "attention_bias": False, "use_qk_norm": True,
                 "partial_rotary_factor": 0.25, "num_nextn_predict_layers": 0,
+            },
+        ),
+        Recipe(
+            "qwen2moe", "Qwen2MoeForCausalLM", "silu", 128, 48, 3, 4, 2, 32, bias=True, dtype="BF16", experts=12,
+            shared=200,
+            config={
+                "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+                "shared_expert_intermediate_size": 200, "intermediate_size": 777, "norm_topk_prob": False,
+                "decoder_sparse_step": 1, "use_sliding_window": False, "sliding_window": 9, "max_window_layers": 2,
+            },
+        ),
+        Recipe(
+            "qwen2moe dense", "Qwen2MoeForCausalLM", "silu", 96, 64, 6, 3, 1, 32, bias=True, tied=True, experts=6,
+            shared=160, dense=(0, 2, 3, 4), shards=2,
+            config={
+                "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                "shared_expert_intermediate_size": 160, "intermediate_size": 150, "norm_topk_prob": True,
+                "decoder_sparse_step": 2, "mlp_only_layers": [2, 3],
             },
         ),
     )
