@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,13 @@ MODEL_TYPES = {
     "GraniteForCausalLM": "granite",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Qwen2MoeForCausalLM": "qwen2_moe",
+    "OlmoeForCausalLM": "olmoe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "Dots1ForCausalLM": "dots1",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "PhimoeForCausalLM": "phimoe",
+    "GraniteMoeForCausalLM": "granitemoe",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -83,22 +90,42 @@ EXPERT_NAMES = {
 class Parts:
     """What a class of mixtures calls its parts, after a layer's name. Those without a name it does not have."""
 
-    router: str = "mlp.gate.weight"
+    router: str = "mlp.gate"
     experts: str = "mlp.experts.{}."  # what comes before an expert's matrices
-    matrices: tuple[str, str, str] = GATED
+    matrices: tuple[str, ...] = GATED  # two: each of all experts at once, the first one gate and up
     correction: str = ""  # of the scores by which experts are chosen
+    correction_rows: tuple[int, ...] = ()  # what its shape has before the experts
+    correction_deviation: float = 0.2  # as much as scores differ
     shared: str = ""  # what comes before the shared expert's matrices
     shared_gate: str = ""
     norms: tuple[str, ...] = ()  # of queries and of keys, each head by itself
     whole_norms: bool = False  # or all heads as one
+    output_bias: bool = False  # of attention's last projection, where a recipe's others have one
+    layer_norm: bool = False  # norms that take the mean away and add a bias
 
 
-NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+NORMS = ("q_norm", "k_norm")
+DEEPSEEK = Parts(correction="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.", norms=NORMS)
+MIXTRAL = Parts(router="block_sparse_moe.gate", experts="block_sparse_moe.experts.{}.", matrices=("w1", "w3", "w2"))
 PARTS = {
-    "Glm4MoeForCausalLM": Parts(
-        correction="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.", norms=NORMS
+    "Glm4MoeForCausalLM": DEEPSEEK,
+    "Dots1ForCausalLM": DEEPSEEK,
+    "Qwen2MoeForCausalLM": Parts(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate"),
+    "OlmoeForCausalLM": Parts(norms=NORMS, whole_norms=True),
+    "Ernie4_5_MoeForCausalLM": Parts(
+        correction="mlp.moe_statics.e_score_correction_bias", correction_rows=(1,), correction_deviation=0.08,
+        shared="mlp.shared_experts.",
     ),
-    "Qwen2MoeForCausalLM": Parts(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight"),
+    "HunYuanMoEV1ForCausalLM": Parts(
+        router="mlp.gate.wg", shared="mlp.shared_mlp.", norms=("query_layernorm", "key_layernorm")
+    ),
+    "MiniMaxM2ForCausalLM": replace(
+        MIXTRAL, correction="block_sparse_moe.e_score_correction_bias", norms=NORMS, whole_norms=True
+    ),
+    "PhimoeForCausalLM": replace(MIXTRAL, output_bias=True, layer_norm=True),
+    "GraniteMoeForCausalLM": Parts(
+        router="block_sparse_moe.router.layer", experts="block_sparse_moe.", matrices=("input_linear", "output_linear")
+    ),
 }  # fmt: skip
 
 RECIPES = {
@@ -418,49 +445,68 @@ def _gpt_oss_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
 
 
 def _mixture_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
-    """Corrections are as large as scores differ, and a shared expert counts as much as the chosen ones."""
+    """A shared expert counts as much as the chosen ones together. Where norms take the mean away, it is large."""
     generator, parts = np.random.PCG64(recipe.seed), PARTS[recipe.architecture]
-    width, heads_width = recipe.width, recipe.query_heads * recipe.head_width
+    width, head_width = recipe.width, recipe.head_width
+    heads_width, keys_width = recipe.query_heads * head_width, recipe.key_heads * head_width
 
     def made(name: str, shape: tuple[int, ...], deviation: float, centre: float = 0.0) -> tuple[str, Array]:
         return name, rounded(random_tensor(generator, shape, deviation) + np.float32(centre), recipe.dtype)
 
-    def gated(name: str, matrices: tuple[str, str, str], neurons: int) -> Iterator[tuple[str, Array]]:
-        gate, up, down = matrices
-        yield made(f"{name}{gate}.weight", (neurons, width), width**-0.5)
-        yield made(f"{name}{up}.weight", (neurons, width), width**-0.5)
+    def norm(name: str) -> Iterator[tuple[str, Array]]:
+        yield made(f"{name}.weight", (width,), 0.1, 1.0)
+        if parts.layer_norm:
+            yield made(f"{name}.bias", (width,), 0.2)
+
+    def projection(name: str, rows: int, columns: int, gain: float) -> Iterator[tuple[str, Array]]:
+        yield made(f"{name}.weight", (rows, columns), gain * columns**-0.5)
+        if recipe.bias and (parts.output_bias or not name.endswith("o_proj")):
+            yield made(f"{name}.bias", (rows,), 0.5)
+
+    def gated(name: str, matrices: tuple[str, ...], neurons: int) -> Iterator[tuple[str, Array]]:
+        *ups, down = matrices
+        for up in ups:
+            yield made(f"{name}{up}.weight", (neurons, width), width**-0.5)
         yield made(f"{name}{down}.weight", (width, neurons), 0.5 * neurons**-0.5)
 
-    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0)
-    for layer in range(recipe.layers):
-        name = f"model.layers.{layer}"
-        yield made(f"{name}.input_layernorm.weight", (width,), 0.1, 1.0)
-        for projection, heads in (("q", recipe.query_heads), ("k", recipe.key_heads), ("v", recipe.key_heads)):
-            rows = heads * recipe.head_width
-            yield made(f"{name}.self_attn.{projection}_proj.weight", (rows, width), 1.3 * width**-0.5)
-            if recipe.bias:
-                yield made(f"{name}.self_attn.{projection}_proj.bias", (rows,), 0.5)
-        if recipe.config.get("use_qk_norm", True):
-            for norm, heads in zip(parts.norms, (recipe.query_heads, recipe.key_heads), strict=False):
-                values = recipe.head_width * (heads if parts.whole_norms else 1)
-                yield made(f"{name}.{norm}.weight", (values,), 0.3, 1.2)
-        yield made(f"{name}.self_attn.o_proj.weight", (width, heads_width), 0.5 * heads_width**-0.5)
-        yield made(f"{name}.post_attention_layernorm.weight", (width,), 0.1, 1.0)
-        if layer in recipe.dense:
-            yield from gated(f"{name}.mlp.", GATED, recipe.config["intermediate_size"])
-            continue
-        yield made(f"{name}.{parts.router}", (recipe.experts, width), 1.5 * width**-0.5)
+    def mixture(name: str) -> Iterator[tuple[str, Array]]:
+        experts, neurons = recipe.experts, recipe.neurons
+        yield made(f"{name}.{parts.router}.weight", (experts, width), 1.5 * width**-0.5)
         if parts.correction:
-            yield made(f"{name}.{parts.correction}", (recipe.experts,), 0.2)
-        for number in range(recipe.experts):
-            yield from gated(f"{name}.{parts.experts.format(number)}", parts.matrices, recipe.neurons)
-        if parts.shared:
+            yield made(f"{name}.{parts.correction}", (*parts.correction_rows, experts), parts.correction_deviation)
+        if len(parts.matrices) == 2:
+            up, down = (f"{name}.{parts.experts}{matrix}.weight" for matrix in parts.matrices)
+            yield made(up, (experts, 2 * neurons, width), width**-0.5)
+            yield made(down, (experts, width, neurons), 0.5 * neurons**-0.5)
+        else:
+            for number in range(experts):
+                yield from gated(f"{name}.{parts.experts.format(number)}", parts.matrices, neurons)
+        if recipe.shared:
             yield from gated(f"{name}.{parts.shared}", GATED, recipe.shared)
         if parts.shared_gate:
-            yield made(f"{name}.{parts.shared_gate}", (1, width), 1.5 * width**-0.5)
-    yield made("model.norm.weight", (width,), 0.1, 1.0)
+            yield made(f"{name}.{parts.shared_gate}.weight", (1, width), 1.5 * width**-0.5)
+
+    mean = 0.5 if parts.layer_norm else 0.0
+    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0, mean)
+    for layer in range(recipe.layers):
+        name = f"model.layers.{layer}"
+        yield from norm(f"{name}.input_layernorm")
+        for part, rows in (("q", heads_width), ("k", keys_width), ("v", keys_width)):
+            yield from projection(f"{name}.self_attn.{part}_proj", rows, width, 1.3)
+        if recipe.config.get("use_qk_norm", True):
+            for one, values in zip(parts.norms, (heads_width, keys_width), strict=False):
+                yield made(f"{name}.self_attn.{one}.weight", (values if parts.whole_norms else head_width,), 0.3, 1.2)
+        yield from projection(f"{name}.self_attn.o_proj", width, heads_width, 0.5)
+        yield from norm(f"{name}.post_attention_layernorm")
+        if layer in recipe.dense:
+            yield from gated(f"{name}.mlp.", GATED, recipe.config["intermediate_size"])
+        else:
+            yield from mixture(name)
+    yield from norm("model.norm")
     if not recipe.tied:
         yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
+    if recipe.config.get("lm_head_bias"):
+        yield made("lm_head.bias", (recipe.vocabulary,), 2.0)
 
 
 def _falcon_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
