@@ -275,6 +275,10 @@ RECIPES = {
                 "decoder_sparse_step": 2, "mlp_only_layers": [2, 3],
             },
         ),
+        Recipe(
+            "olmoe", "OlmoeForCausalLM", "silu", 128, 80, 3, 4, 2, 32, dtype="BF16", experts=10,
+            config={"num_experts": 10, "num_experts_per_tok": 3, "norm_topk_prob": False, "clip_qkv": None},
+        ),
     )
 }  # fmt: skip
 
