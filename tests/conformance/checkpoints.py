@@ -279,6 +279,24 @@ RECIPES = {
             "olmoe", "OlmoeForCausalLM", "silu", 128, 80, 3, 4, 2, 32, dtype="BF16", experts=10,
             config={"num_experts": 10, "num_experts_per_tok": 3, "norm_topk_prob": False, "clip_qkv": None},
         ),
+        Recipe(
+            "ernie4_5moe", "Ernie4_5_MoeForCausalLM", "silu", 128, 48, 4, 4, 1, 32, tied=True, dtype="BF16", experts=8,
+            shared=144, dense=(0,),
+            config={
+                "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48, "moe_num_shared_experts": 3,
+                "intermediate_size": 200, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+                "moe_layer_interval": 1, "use_bias": False, "rope_theta": 500_000.0,
+            },
+        ),
+        Recipe(
+            "ernie4_5moe dense", "Ernie4_5_MoeForCausalLM", "silu", 96, 64, 7, 3, 3, 32, experts=6,
+            dense=(0, 1, 2, 4, 6),
+            config={
+                "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 0,
+                "intermediate_size": 150, "moe_layer_start_index": 2, "moe_layer_end_index": 5,
+                "moe_layer_interval": 2,
+            },
+        ),
     )
 }  # fmt: skip
 
