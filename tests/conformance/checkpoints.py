@@ -297,6 +297,14 @@ RECIPES = {
                 "moe_layer_interval": 2,
             },
         ),
+        Recipe(
+            "dots1", "Dots1ForCausalLM", "silu", 160, 40, 4, 5, 5, 32, dtype="BF16", experts=8, shared=120, dense=(0,),
+            config={
+                "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 3,
+                "intermediate_size": 150, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+                "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": 9, "max_window_layers": 2,
+            },
+        ),
     )
 }  # fmt: skip
 
