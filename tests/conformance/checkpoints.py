@@ -305,6 +305,15 @@ RECIPES = {
                 "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": 9, "max_window_layers": 2,
             },
         ),
+        Recipe(
+            "hunyuan moe", "HunYuanMoEV1ForCausalLM", "silu", 128, 72, 3, 4, 2, 32, tied=True, dtype="BF16", experts=8,
+            shared=72,
+            config={
+                "num_experts": 8, "moe_topk": [3, 3, 3], "moe_intermediate_size": [72, 72, 72],
+                "num_shared_expert": [1, 1, 1], "use_qk_norm": True, "use_mixed_mlp_moe": True,
+                "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+            },
+        ),
     )
 }  # fmt: skip
 
