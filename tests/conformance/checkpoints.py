@@ -314,6 +314,13 @@ RECIPES = {
                 "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
             },
         ),
+        Recipe(
+            "minimax-m2", "MiniMaxM2ForCausalLM", "silu", 96, 64, 3, 4, 2, 48, dtype="BF16", experts=12,
+            config={
+                "num_local_experts": 12, "num_experts_per_tok": 4, "rotary_dim": 24, "scoring_func": "sigmoid",
+                "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True,
+            },
+        ),
     )
 }  # fmt: skip
 
