@@ -321,6 +321,19 @@ RECIPES = {
                 "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True,
             },
         ),
+        Recipe(
+            # Experts within a share of the best one's logit count: that makes a jump, which no token is near.
+            "phimoe", "PhimoeForCausalLM", "silu", 128, 72, 3, 4, 2, 32, bias=True, seed=2, experts=6,
+            config={
+                "num_local_experts": 6, "num_experts_per_tok": 2, "router_jitter_noise": 0.16, "attention_bias": True,
+                "lm_head_bias": True, "original_max_position_embeddings": 64,
+                "rope_scaling": {
+                    "type": "longrope", "short_mscale": 1.2, "long_mscale": 1.3,
+                    "original_max_position_embeddings": 64, "short_factor": [1 + 0.25 * n for n in range(16)],
+                    "long_factor": [2.0 + n for n in range(16)],
+                },
+            },
+        ),
     )
 }  # fmt: skip
 
