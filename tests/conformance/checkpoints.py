@@ -334,6 +334,13 @@ RECIPES = {
                 },
             },
         ),
+        Recipe(
+            "granitemoe", "GraniteMoeForCausalLM", "silu", 128, 72, 3, 4, 2, 32, tied=True, dtype="BF16", experts=8,
+            config={
+                "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 1.5, "logits_scaling": 0.5,
+                "residual_multiplier": 0.8, "attention_multiplier": 0.3,
+            },
+        ),
     )
 }  # fmt: skip
 

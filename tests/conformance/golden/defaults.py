@@ -48,6 +48,7 @@ def main() -> None:
         transformers.HunYuanMoEV1Config,
         transformers.MiniMaxM2Config,
         transformers.PhimoeConfig,
+        transformers.GraniteMoeConfig,
     )
     table = {"transformers": transformers.__version__, **{owner.__name__: defaults(owner) for owner in owners}}
     Path(__file__).with_name("defaults.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
