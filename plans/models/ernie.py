@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import GATED_DEFAULTS, GATED_NAMES, gated_activation, gated_model
-from neuronpipe.plans.models.family import Architecture, Choices, Family
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.mixture_configuration import Mixture, dense_experts
 from neuronpipe.plans.models.spec import MAX, ModelSpec
 from neuronpipe.plans.strict_json import Record
@@ -98,4 +98,5 @@ FAMILY = Family(
             config_class="Ernie4_5_MoeConfig", defaults=DEFAULTS, read=_read, names=NAMES, interleaved=True
         )
     },
+    gguf={"ernie4_5-moe": GgufArchitecture(interleaved=True)},
 )

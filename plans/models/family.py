@@ -112,11 +112,12 @@ class GgufArchitecture:
 
     interleaved: rotary positions rotate neighbouring elements as a pair, not element i with i + head_width / 2
     qkv_bias: queries, keys and values always have biases; otherwise only if the tensors exist
-    head_norm: queries and keys are normed, each head by itself
+    joint_norm: queries and keys are normed over all heads together; otherwise each head by itself, if the tensors exist
     relu_may_mean_drelu: the user has to confirm `relu`, since files of known dReLU models say it
     activation: used if a file names none; None: GELU, which is not supported
     router: used for mixtures if a file names none
     router_reads: the field of ModelSpec
+    normalized_shares: the field of ModelSpec, if a file does not say it
     harmless: a regular expression of the names of tensors that may be present and are ignored
     norm: norm of the layers; weights of LayerNorm have no offset, unlike those of checkpoints (`norm_offset`)
     gated: the feed-forward has Gate beside Up and Down
@@ -133,11 +134,12 @@ class GgufArchitecture:
 
     interleaved: bool
     qkv_bias: bool = False
-    head_norm: bool = False
+    joint_norm: bool = False
     relu_may_mean_drelu: bool = False
     activation: Activation | None = "silu"
     router: Router = "softmax"
     router_reads: RouterInput = "feed_forward"
+    normalized_shares: bool = True
     harmless: str = r"(?!)"
     norm: NormKind = "rms"
     gated: bool = True

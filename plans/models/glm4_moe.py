@@ -16,7 +16,7 @@ from neuronpipe.plans.models.configuration import (
     gated_model,
     sliding_windows,
 )
-from neuronpipe.plans.models.family import Architecture, Choices, Family
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.mixture_configuration import (
     DEEPSEEK_DEFAULTS,
     deepseek_mixture,
@@ -133,5 +133,15 @@ FAMILY = Family(
             extra_layers="num_nextn_predict_layers",
         ),
         "Dots1ForCausalLM": Architecture(config_class="Dots1Config", defaults=DOTS_DEFAULTS, read=_dots, names=NAMES),
+    },
+    gguf={
+        "glm4moe": GgufArchitecture(
+            interleaved=False,
+            router="sigmoid",
+            normalized_shares=False,
+            partial_rotary=True,
+            ffn_norm="post_attention_norm",
+        ),
+        "dots1": GgufArchitecture(interleaved=False, router="sigmoid", normalized_shares=False),
     },
 )

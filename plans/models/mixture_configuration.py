@@ -44,6 +44,8 @@ def deepseek_mixture(config: Record) -> Mixture:
     and shared experts."""
     experts = config.integer("n_routed_experts", 2, MAX.experts)
     groups = config.integer("n_group", 1, experts)
+    if experts % groups:
+        config.fail("n_group", f"{groups} groups of {experts} experts")
     return Mixture(
         experts,
         config.integer("num_experts_per_tok", 1, experts),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import GATED_DEFAULTS, GATED_NAMES, gated_activation, gated_model
-from neuronpipe.plans.models.family import Architecture, Choices, Family
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.mixture_configuration import Mixture
 from neuronpipe.plans.models.spec import MAX, ModelSpec
 from neuronpipe.plans.strict_json import Record
@@ -119,5 +119,9 @@ FAMILY = Family(
             names=MINIMAX_NAMES,
             partial_rotary=True,
         ),
+    },
+    gguf={
+        "olmoe": GgufArchitecture(interleaved=False, joint_norm=True, normalized_shares=False),
+        "minimax-m2": GgufArchitecture(interleaved=False, joint_norm=True, router="sigmoid", partial_rotary=True),
     },
 )

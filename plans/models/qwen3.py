@@ -161,7 +161,8 @@ FAMILY = Family(
         ),
     },
     gguf={
-        "qwen3": GgufArchitecture(interleaved=False, head_norm=True),
-        "qwen3moe": GgufArchitecture(interleaved=False, head_norm=True),
+        "qwen3": GgufArchitecture(interleaved=False),
+        "qwen3moe": GgufArchitecture(interleaved=False),
+        "qwen2moe": GgufArchitecture(interleaved=False, normalized_shares=False),
     },
 )

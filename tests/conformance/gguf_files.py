@@ -32,6 +32,12 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    **{
+        f"mlp.{kind}.{matrix}_proj": f"ffn_{matrix}_shexp"
+        for kind in ("shared_experts", "shared_expert")
+        for matrix in ("gate", "up", "down")
+    },
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.primary_router": "ffn_gate_inp",
     "transformer.word_embeddings": "token_embd",
@@ -61,6 +67,12 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt-oss",
     "SmolLM3ForCausalLM": "smollm3",
     "GraniteForCausalLM": "granite",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "Dots1ForCausalLM": "dots1",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "OlmoeForCausalLM": "olmoe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "MiniMaxM2ForCausalLM": "minimax-m2",
 }
 INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite")
 LAYER_NORM = ("falcon", "nemotron")
@@ -70,6 +82,8 @@ def gguf_name(name: str) -> str:
     """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
     if name.startswith("blk."):
         return name
+    if name.endswith("e_score_correction_bias"):
+        return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     stem, kind = name.rsplit(".", 1)
     if match := re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.*)", stem):
         return f"blk.{match[1]}.{NAMES.get(match[2], match[2])}.{kind}"
@@ -149,8 +163,9 @@ def add_rope(writer: GGUFWriter, recipe: Recipe) -> None:
     rope = values.get("rope_parameters", values)
     if "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
-    if "partial_rotary_factor" in values:
-        writer.add_rope_dimension_count(int(values["partial_rotary_factor"] * recipe.head_width))
+    if "partial_rotary_factor" in values or "rotary_dim" in values:
+        share = values.get("partial_rotary_factor", values.get("rotary_dim", 0) / recipe.head_width)
+        writer.add_rope_dimension_count(int(share * recipe.head_width))
         writer.add_rope_scaling_type(RopeScalingType.NONE)
     scaling = values.get("rope_scaling", rope if rope.get("rope_type") == "yarn" else {})
     if "factor" in scaling:
@@ -225,6 +240,10 @@ def add_tensor(
         values = interleaved(values, heads[match[1]])
     if "query_key_value" in name:
         values = parts_apart(values, recipe)
+    if architecture == "glm4moe":
+        name = name.replace("post_attention_layernorm", "post_attention_norm")
+    if name.endswith(("shared_expert_gate.weight", "e_score_correction_bias")):
+        values = values.reshape(-1)
     if architecture == "nemotron" and name.endswith("norm.weight"):
         values = values + np.float32(1)
     named = gguf_name(name)

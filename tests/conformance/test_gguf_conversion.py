@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert import Encoded, convert
 from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, decode_stored, same_values
 from neuronpipe.plans.convert.quantize import decode
-from neuronpipe.plans.models.spec import LayerKind
+from neuronpipe.plans.models.spec import LayerKind, runs_of
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import MANIFEST, Manifest
 from neuronpipe.plans.package.reader import Package
@@ -35,6 +36,7 @@ from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, Recipe, tensors, tokens, write_checkpoint
 from tests.conformance.gguf_files import (
+    ARCHITECTURES,
     SCALE_PLACES,
     gguf_name,
     llama3_factors,
@@ -162,6 +164,38 @@ def test_a_mixture_whose_experts_lie_in_one_tensor_is_the_same_package(
     assert package.manifest.model == told
 
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "glm4moe": {"expert_weights_norm": True, "expert_weights_scale": 1.8, "leading_dense_block_count": 1},
+    "glm4moe groups": {"expert_weights_scale": 0.6, "expert_group_count": 4, "expert_group_used_count": 2},
+    "qwen2moe": {},
+    "olmoe": {},
+    "ernie4_5moe": {"expert_weights_norm": True, "expert_gating_func": 1},
+    "dots1": {"expert_gating_func": 2},
+    "minimax-m2": {"expert_gating_func": 2, "expert_weights_norm": True},
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_shared_experts_layers_without_routers_and_routers_are_the_same_package(
+    name: str, tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    recipe, expected = RECIPES[name], converted(name, "q8").manifest.model
+    architecture = ARCHITECTURES[recipe.architecture]
+    keys = {"expert_count": expected.experts, "expert_used_count": expected.experts_per_token, **MIXTURES[name]}
+    if expected.routed_scale != 1:
+        keys["expert_weights_scale"] = expected.routed_scale
+    if name == "dots1":
+        keys["expert_weights_norm"] = expected.normalized_shares
+        expected = replace(expected, layer_kinds=runs_of([0] * 4, None, [4, 0, 0, 0]))  # files state no windows
+    keys["expert_feed_forward_length"] = recipe.neurons
+    metadata = {f"{architecture}.{key}": value for key, value in keys.items()}
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata)
+    package = convert(source, tmp_path / "p", quantization="q8")
+    assert same_weights(package, converted(name, "q8"))
+    ours, theirs = asdict(package.manifest.model), asdict(expected)
+    assert ours == {name: pytest.approx(value) if isinstance(value, float) else value for name, value in theirs.items()}
+
+
 @pytest.mark.parametrize(
     ("name", "metadata"),
     [
@@ -252,7 +286,8 @@ def test_a_smallthinkers_router_is_what_either_source_says(tmp_path: Path) -> No
     ("key", "value", "why"),
     [
         ("llama.expert_used_count", 6, "6 is outside 1..5"),
-        ("llama.expert_shared_count", 1, "experts that all tokens share are not supported"),
+        ("llama.expert_shared_count", 1, "is not 0, but `blk.0.ffn_up_shexp.weight` is missing"),
+        ("llama.expert_group_count", 2, "2 groups of 5 experts"),
         ("llama.expert_gating_func", 4, "4 is not supported"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.plans.convert.chat_template import examined, gguf_template
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predictors, take_tensors
+from neuronpipe.plans.convert.gguf.gguf_mixture import GgufMixture, gguf_mixture
 from neuronpipe.plans.convert.gguf.gguf_parts import OpenPart, open_parts
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import gguf_ends, package_tokenizer
 from neuronpipe.plans.convert.gguf.powerinfer import (
@@ -50,7 +51,6 @@ from neuronpipe.plans.models.spec import (
     Activation,
     LayerKind,
     ModelSpec,
-    Router,
     SpecError,
     runs_of,
 )
@@ -79,9 +79,17 @@ NAMES = TensorNames(
     down="ffn_down",
 )
 MIXTURE_NAMES = replace(
-    NAMES, router="ffn_gate_inp", gate="ffn_gate_exps", up="ffn_up_exps", down="ffn_down_exps", stacked=True
+    NAMES,
+    router="ffn_gate_inp",
+    choosing_bias="exp_probs_b.bias",
+    gate="ffn_gate_exps",
+    up="ffn_up_exps",
+    down="ffn_down_exps",
+    shared="ffn_{}_shexp",
+    shared_gate="ffn_gate_inp_shexp",
+    dense="ffn_{}",
+    stacked=True,
 )
-GATING: dict[int, Router] = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # llama_expert_gating_func_type
 NOPE_EVERY = 4  # in a smallthinker with windows, each fourth layer has neither window nor rotary positions
 
 
@@ -125,7 +133,9 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         )
         threshold = powerinfer_threshold(metadata) if header.powerinfer else 0.0
         predictors = take_predictors(inventory, model, names, enabled=options.predictor, threshold=threshold)
-        inventory.refuse_leftovers(re.compile(architecture.harmless))
+        left_out = range(model.layers, model.layers + _extra_layers(metadata, name))
+        unused = "|".join([architecture.harmless, *(rf"blk\.{layer}\..*" for layer in left_out)])
+        inventory.refuse_leftovers(re.compile(unused))
         template = gguf_template(metadata, options.chat_template)
         facts = examined(template, options.examine_template, options.chat_template)
         return Checkpoint(
@@ -202,14 +212,8 @@ def _model(
         )
 
     experts = integer("expert_count", 0, MAX.experts, 0) or 1
-    mixture = experts > 1
-    if integer("expert_shared_count", 0, 1 << 16, 0):
-        metadata.fail(f"{name}.expert_shared_count", "experts that all tokens share are not supported")
-    neurons = "expert_feed_forward_length" if mixture and metadata.has(f"{name}.expert_feed_forward_length") else ""
-    has_gating = metadata.has(f"{name}.expert_gating_func")
-    gating = integer("expert_gating_func", 0, 99) if has_gating else 0
-    if has_gating and gating not in GATING:
-        metadata.fail(f"{name}.expert_gating_func", f"{gating} is not supported; 1 and 3 (softmax) and 2 (sigmoid) are")
+    layers = integer("block_count", 1, MAX.layers) - _extra_layers(metadata, name)
+    mixture = gguf_mixture(metadata, name, architecture, inventory, layers, experts) if experts > 1 else None
     width, query_heads = integer("embedding_length", 1, MAX.width), integer("attention.head_count", 1, MAX.query_heads)
     head_width = integer("attention.key_length", 2, MAX.head_width, width // query_heads)
     whole = ("attention.value_length", *(() if architecture.partial_rotary else ("rope.dimension_count",)))
@@ -225,12 +229,8 @@ def _model(
         return ModelSpec(
             family=family,
             width=width,
-            neurons=integer(neurons or "feed_forward_length", 1, MAX.neurons),
-            experts=experts,
-            experts_per_token=integer("expert_used_count", 1, experts) if mixture else 1,
-            router=GATING[gating] if has_gating else architecture.router,
-            router_reads=architecture.router_reads,
-            layer_kinds=_layer_kinds(integer("block_count", 1, MAX.layers), window_tokens, architecture),
+            **(_dense_fields(integer, inventory) if mixture is None else mixture.fields),
+            layer_kinds=_layer_kinds(layers, window_tokens, architecture, mixture),
             query_heads=query_heads,
             key_heads=integer("attention.head_count_kv", 1, MAX.key_heads, query_heads),
             head_width=head_width,
@@ -238,13 +238,12 @@ def _model(
             context_tokens=context_tokens or max_tokens,
             norm=architecture.norm,
             norm_epsilon=metadata.number(f"{name}.attention.{epsilon}", 0.0, 1.0),
-            head_norm=architecture.head_norm,
+            head_norm=inventory.has("blk.0.attn_q_norm.weight") and not architecture.joint_norm,
+            joint_norm=architecture.joint_norm,
             activation=activation,
             gated=architecture.gated,
             qkv_bias=architecture.qkv_bias or inventory.has("blk.0.attn_q.bias"),
             output_bias=inventory.has("blk.0.attn_output.bias"),
-            ffn_bias=inventory.has("blk.0.ffn_up_exps.bias" if mixture else "blk.0.ffn_up.bias"),
-            router_bias=inventory.has("blk.0.ffn_gate_inp.bias"),
             attention_sinks=inventory.has("blk.0.attn_sinks.weight"),
             activation_limit=architecture.activation_limit,
             tied_embeddings=not inventory.has("output.weight"),
@@ -255,7 +254,22 @@ def _model(
         metadata.fail(error.field, error.complaint)
 
 
-def _layer_kinds(layers: int, window_tokens: int, architecture: GgufArchitecture) -> tuple[LayerKind, ...]:
+def _dense_fields(integer: Callable[..., int], inventory: Inventory) -> dict[str, Any]:
+    """Return the fields of ModelSpec that describe the feed-forward of a dense model."""
+    neurons = integer("feed_forward_length", 1, MAX.neurons)
+    return {"neurons": neurons, "ffn_bias": inventory.has("blk.0.ffn_up.bias")}
+
+
+def _extra_layers(metadata: Record, name: str) -> int:
+    """Return the number of layers behind the last one, which predict further tokens and are left out."""
+    field = f"{name}.nextn_predict_layers"
+    layers = metadata.integer(f"{name}.block_count", 1, MAX.layers)
+    return metadata.integer(field, 0, layers - 1) if metadata.has(field) else 0
+
+
+def _layer_kinds(
+    layers: int, window_tokens: int, architecture: GgufArchitecture, mixture: GgufMixture | None
+) -> tuple[LayerKind, ...]:
     """Return the runs of equal layers. All layers have the same window unless the architecture has a pattern, which
     files do not state. In a smallthinker with windows, layers 0, 4, 8 ... have none and are not rotated, as in
     llama.cpp."""
@@ -265,7 +279,7 @@ def _layer_kinds(layers: int, window_tokens: int, architecture: GgufArchitecture
     if every := architecture.unrotated_layer_every:
         return runs_of([window_tokens] * layers, [(number + 1) % every != 0 for number in range(layers)])
     if architecture.router_reads != "layer" or not window_tokens:
-        return (LayerKind(layers, window_tokens),)
+        return runs_of([window_tokens] * layers, None, None if mixture is None else mixture.dense_experts)
     full = [number % NOPE_EVERY == 0 for number in range(layers)]
     return runs_of([0 if is_full else window_tokens for is_full in full], [not is_full for is_full in full])
 
@@ -383,7 +397,7 @@ def _down_by_neuron(metadata: Record, model: ModelSpec, inventory: Inventory) ->
             "checkpoint instead",
         )
     return (
-        inventory.shape("blk.0.ffn_down_exps.weight")[1:]
+        inventory.shape(f"blk.{model.dense_layers.index(False)}.ffn_down_exps.weight")[1:]
         == (model.neurons, model.width)
         != (
             model.width,

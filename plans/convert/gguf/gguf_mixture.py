@@ -1,0 +1,90 @@
+"""How a GGUF file describes a mixture: its keys, and what the presence and the shapes of tensors say of each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neuronpipe.plans.convert.stored_tensors import Inventory
+from neuronpipe.plans.models.family import GgufArchitecture
+from neuronpipe.plans.models.spec import MAX, MAX_SCALE, MIN_SCALE, Router
+from neuronpipe.plans.strict_json import Record
+from neuronpipe.protocol.frozen import frozen
+
+GATING: dict[int, Router] = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # llama_expert_gating_func_type
+SOFTMAX_OF_CHOSEN = 3
+SHARED, DENSE = "blk.{}.ffn_up_shexp.weight", "blk.{}.ffn_up.weight"
+
+
+@frozen
+class GgufMixture:
+    """A mixture in a GGUF file.
+
+    fields: fields of ModelSpec
+    routed_layer: number of the first layer with a router
+    dense_experts: the field of LayerKind, of each layer
+    """
+
+    fields: dict[str, Any]
+    routed_layer: int
+    dense_experts: list[int]
+
+
+def gguf_mixture(
+    metadata: Record, name: str, architecture: GgufArchitecture, inventory: Inventory, layers: int, experts: int
+) -> GgufMixture:
+    """Return the mixture that a file describes. Raises UserError, which names file and key, for what is not supported.
+
+    name: value of `general.architecture`
+    experts: value of `expert_count`
+    """
+
+    def field(key: str) -> str | None:
+        return f"{name}.{key}" if metadata.has(f"{name}.{key}") else None
+
+    def integer(key: str, minimum: int, maximum: int, default: int) -> int:
+        return metadata.integer(found, minimum, maximum) if (found := field(key)) else default
+
+    routers = [inventory.has(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers)]
+    if not any(routers):
+        metadata.fail(f"{name}.expert_count", f"is {experts}, but no layer has a router, `ffn_gate_inp.weight`")
+    routed_layer = routers.index(True)
+    width_key = field("expert_feed_forward_length") or f"{name}.feed_forward_length"
+    neurons = metadata.integer(width_key, 1, MAX.neurons)
+    gating = integer("expert_gating_func", 0, 99, 0)
+    if gating and gating not in GATING:
+        metadata.fail(f"{name}.expert_gating_func", f"{gating} is not supported; 1 and 3 (softmax) and 2 (sigmoid) are")
+    normalized = architecture.normalized_shares
+    if found := field("expert_weights_norm"):
+        normalized = metadata.boolean(found)
+    shared_experts = _parts(inventory, SHARED.format(routed_layer), neurons)
+    if integer("expert_shared_count", 0, MAX.experts, 0) and not shared_experts:
+        metadata.fail(f"{name}.expert_shared_count", f"is not 0, but `{SHARED.format(routed_layer)}` is missing")
+    groups = integer("expert_group_count", 1, experts, 1)
+    if experts % groups:
+        metadata.fail(f"{name}.expert_group_count", f"{groups} groups of {experts} experts")
+    scale = metadata.number(found, 0.0, MAX_SCALE) if (found := field("expert_weights_scale")) else 0.0
+    return GgufMixture(
+        {
+            "experts": experts,
+            "experts_per_token": metadata.integer(f"{name}.expert_used_count", 1, experts),
+            "neurons": neurons,
+            "router": GATING[gating] if gating else architecture.router,
+            "router_reads": architecture.router_reads,
+            "normalized_shares": normalized or gating == SOFTMAX_OF_CHOSEN,
+            "choosing_bias": inventory.has(f"blk.{routed_layer}.exp_probs_b.bias"),
+            "router_groups": groups,
+            "groups_per_token": integer("expert_group_used_count", 1, groups, groups),
+            "routed_scale": max(scale, MIN_SCALE) if scale else 1.0,
+            "shared_experts": shared_experts,
+            "shared_gate": inventory.has(f"blk.{routed_layer}.ffn_gate_inp_shexp.weight"),
+            "ffn_bias": inventory.has(f"blk.{routed_layer}.ffn_up_exps.bias"),
+            "router_bias": inventory.has(f"blk.{routed_layer}.ffn_gate_inp.bias"),
+        },
+        routed_layer,
+        [0 if routers[layer] else _parts(inventory, DENSE.format(layer), neurons) or 1 for layer in range(layers)],
+    )
+
+
+def _parts(inventory: Inventory, name: str, neurons: int) -> int:
+    """Return how many experts of `neurons` neurons a feed-forward is as wide as; 0 if there is no such tensor."""
+    return -(-inventory.shape(name)[0] // neurons) if inventory.has(name) else 0
