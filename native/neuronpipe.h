@@ -551,6 +551,7 @@ typedef struct {
     int32_t norm;                   /* NP_NORM_RMS, NP_NORM_LAYER: of the residual stream */
     float norm_epsilon;             /* of all norms */
     int32_t head_norm;              /* 1: each head of queries and keys is RMS-normed before it is rotated */
+    int32_t norm_after_rotation;    /* 1: with head_norm, after they are rotated */
     int32_t joint_norm;             /* 1: all heads of queries are RMS-normed together before they are rotated, and all heads of keys */
     int32_t rotary;                 /* 1: heads are rotated; 0: learned position embeddings are added to the token embeddings */
     int32_t type;                   /* the inputs of the layers' matrices are prepared for this type: each has it, or another that reads the same inputs. With

@@ -29,10 +29,12 @@ static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequenc
 static void norm_and_rotate(const np_engine *engine, const float *norm, int rotary, int32_t position, float *head)
 {
     const np_shape *s = &engine->shape;
-    if (s->head_norm)
+    if (s->head_norm && !s->norm_after_rotation)
         np_rms_norm(head, norm, s->head_width, s->norm_epsilon, head);
     if (s->rotary && rotary)
         np_rope(head, s->head_width, engine->fixed.inverse_frequency, position);
+    if (s->norm_after_rotation)
+        np_rms_norm(head, norm, s->head_width, s->norm_epsilon, head);
 }
 
 /* Where the keys of a token are kept until all of its heads are known: attention is written later. */

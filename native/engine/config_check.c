@@ -26,6 +26,7 @@ static const char *invalid_size(const np_shape *s)
                 {"chosen_per_token", s->chosen_per_token <= s->experts_per_token && (s->experts > 1) == (s->chosen_per_token > 0)},
                 {"router_groups", s->router_groups > 0}, {"groups_per_token", s->groups_per_token > 0 && s->groups_per_token <= s->router_groups},
                 {"routed_scale", s->routed_scale > 0.0f && isfinite(s->routed_scale)},
+                {"norm_after_rotation", !s->norm_after_rotation || s->head_norm},
                 {"joint_norm", !(s->joint_norm && s->head_norm)},
                 {"router", s->router == NP_ROUTER_SOFTMAX || s->router == NP_ROUTER_SIGMOID},
                 {"router_reads", s->router_reads == NP_READS_FEED_FORWARD || s->router_reads == NP_READS_LAYER},

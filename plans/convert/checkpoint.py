@@ -255,8 +255,14 @@ class _Tensors:
             return
         down = (neurons, width) if self._down_by_neuron else (width, neurons)
         shapes = {"gate": (neurons, width), "up": (neurons, width), "down": down}
+        stored: dict[str, Sequence[StoredMatrix]] = {}
+        if self._names.gate_up is not None:
+            joined = self._take_experts(layer, self._names.gate_up, 2 * neurons, width)
+            stored = {"gate": [rows.rows_from(0, neurons) for rows in joined]}
+            stored["up"] = [rows.rows_from(neurons, neurons) for rows in joined]
         for matrix in self._model.ffn_matrices:
-            for expert, tensor in enumerate(self._take_experts(layer, self._name(matrix), *shapes[matrix])):
+            tensors = stored.get(matrix) or self._take_experts(layer, self._name(matrix), *shapes[matrix])
+            for expert, tensor in enumerate(tensors):
                 self.matrices[ffn_name(self._model, prefix, expert, matrix)] = (tensor,)
         for matrix in self._model.ffn_matrices if self._model.ffn_bias else ():
             length = width if matrix == "down" else neurons

@@ -25,14 +25,18 @@ def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
 def scaled_frequencies(config: Record, head_width: int, rotated: int | None = None) -> NDArray[np.float32]:
     """Return the table [head_width / 2] of a config.json, from rope_theta and rope_scaling or rope_parameters.
 
-    Precedence and missing keys follow RotaryEmbeddingConfigMixin in transformers' modeling_rope_utils.py. Raises
-    UserError for scaling that is not supported.
+    A scaling "dynamic" with `alpha`, as Hunyuan's, changes only the base. Precedence and missing keys follow
+    RotaryEmbeddingConfigMixin in transformers' modeling_rope_utils.py. Raises UserError for scaling that is not
+    supported.
 
     rotated: number of rotated elements of a head, None: all; the frequencies of the others are 0
     """
     scaling = _scaling(config)
     source = scaling if scaling is not None and scaling.has("rope_theta") else config
     theta = source.number("rope_theta", 1.0, MAX_THETA)
+    if scaling is not None and _kind(scaling)[1] == "dynamic" and scaling.has("alpha"):
+        theta *= scaling.number("alpha", 1e-3, 1e6) ** (head_width / (head_width - 2))
+        scaling = None
     if scaling is not None:
         scaling = scaling.over({"original_max_position_embeddings": _original_tokens(config)}, "config.json")
     table = np.zeros(head_width // 2, dtype=np.float32)

@@ -33,6 +33,7 @@ class TensorNames:
     stacked: one tensor has the matrices of all experts of a layer, one after the other
     query_key_value: the joined tensor of queries, keys and values; None: each has a separate tensor
     first_position: number of rows of `positions` before the row of position 0
+    gate_up: the tensor in which the rows of each expert's gate precede those of its up
     joined_gate_up: the tensor in which the rows of gate and up of all experts alternate
     sinks: scores of attention sinks; the whole name
     choosing_bias: biases of experts that only choose; the whole name
@@ -58,6 +59,7 @@ class TensorNames:
     gate: str | None = None
     query_norm: str | None = None
     key_norm: str | None = None
+    gate_up: str | None = None
     joined_gate_up: str | None = None
     sinks: str | None = None
     positions: str | None = None
@@ -113,6 +115,7 @@ class GgufArchitecture:
     interleaved: rotary positions rotate neighbouring elements as a pair, not element i with i + head_width / 2
     qkv_bias: queries, keys and values always have biases; otherwise only if the tensors exist
     joint_norm: queries and keys are normed over all heads together; otherwise each head by itself, if the tensors exist
+    norm_after_rotation: the field of ModelSpec
     relu_may_mean_drelu: the user has to confirm `relu`, since files of known dReLU models say it
     activation: used if a file names none; None: GELU, which is not supported
     router: used for mixtures if a file names none
@@ -135,6 +138,7 @@ class GgufArchitecture:
     interleaved: bool
     qkv_bias: bool = False
     joint_norm: bool = False
+    norm_after_rotation: bool = False
     relu_may_mean_drelu: bool = False
     activation: Activation | None = "silu"
     router: Router = "softmax"

@@ -1,5 +1,5 @@
-"""Granite 3, dense: like Llama, with factors of embeddings, attention scores, additions to the residual stream, and
-logits."""
+"""Granite 3, dense and as mixtures: like Llama, with factors of embeddings, attention scores, additions to the residual
+stream, and logits. Checkpoints of mixtures have gate and up of all experts of a layer in one tensor."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from neuronpipe.plans.models.configuration import (
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.llama import LLAMA_DEFAULTS
+from neuronpipe.plans.models.mixture_configuration import Mixture
 from neuronpipe.plans.models.spec import MAX, MAX_SCALE, MIN_SCALE, ModelSpec, SpecError
 from neuronpipe.plans.strict_json import Record
 
@@ -31,8 +32,29 @@ DEFAULTS = {
 }
 
 
+# GraniteMoeConfig in transformers/models/granitemoe/configuration_granitemoe.py.
+MOE_DEFAULTS = {**DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2}
+MOE_NAMES = replace(
+    GATED_NAMES,
+    router="block_sparse_moe.router.layer",
+    gate_up="block_sparse_moe.input_linear",
+    down="block_sparse_moe.output_linear",
+    stacked=True,
+    predictor=None,
+)
+
+
 def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
     refuse_biases(config, has)
+    return _model(config, has, choices, None)
+
+
+def _read_moe(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
+    experts = config.integer("num_local_experts", 2, MAX.experts)
+    return _model(config, has, choices, Mixture(experts, config.integer("num_experts_per_tok", 1, experts)))
+
+
+def _model(config: Record, has: Callable[[str], bool], choices: Choices, mixture: Mixture | None) -> ModelSpec:
     if config.boolean("attention_bias"):
         config.fail("attention_bias", "is true: not supported in this class")
     model = gated_model(
@@ -42,6 +64,7 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
         activation=gated_activation(config, has, choices.activation),
         windows=[0] * config.integer("num_hidden_layers", 1, MAX.layers),
         qkv_bias=False,
+        mixture=mixture,
     )
 
     def factor(field: str) -> float:
@@ -64,7 +87,13 @@ FAMILY = Family(
     architectures={
         "GraniteForCausalLM": Architecture(
             config_class="GraniteConfig", defaults=DEFAULTS, read=_read, names=GATED_NAMES, harmless=GATED_HARMLESS
-        )
+        ),
+        "GraniteMoeForCausalLM": Architecture(
+            config_class="GraniteMoeConfig", defaults=MOE_DEFAULTS, read=_read_moe, names=MOE_NAMES
+        ),
     },
-    gguf={"granite": GgufArchitecture(interleaved=True, has_scales=True)},
+    gguf={
+        "granite": GgufArchitecture(interleaved=True, has_scales=True),
+        "granitemoe": GgufArchitecture(interleaved=True, has_scales=True),
+    },
 )

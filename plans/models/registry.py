@@ -11,6 +11,7 @@ from neuronpipe.plans.models import (
     glm4_moe,
     gpt_oss,
     granite,
+    hunyuan,
     llama,
     minicpm,
     mixtral,
@@ -43,6 +44,7 @@ FAMILIES: Mapping[str, Family] = {
         glm4_moe.FAMILY,
         olmoe.FAMILY,
         ernie.FAMILY,
+        hunyuan.FAMILY,
     )
 }
 

@@ -130,6 +130,7 @@ class ModelSpec:
     positions: rotary: heads are rotated by tables of the package; learned: each position has a vector that is added to
         the embedding
     head_norm: queries and keys are RMS-normed, each head by itself, before they are rotated
+    norm_after_rotation: queries and keys are normed, each head by itself, after they are rotated
     joint_norm: queries and keys are RMS-normed, all heads together, before they are rotated
     activation: activation of the feed-forward
     gated: the feed-forward has Gate beside Up and Down
@@ -172,6 +173,7 @@ class ModelSpec:
     norm_epsilon: float
     positions: Positions = "rotary"
     head_norm: bool = False
+    norm_after_rotation: bool = False
     joint_norm: bool = False
     activation: Activation
     gated: bool = True
@@ -239,6 +241,8 @@ class ModelSpec:
         self._require("ffn_bias", plain, "not supported with shared experts or dense layers")
         once = not (self.head_norm and self.joint_norm)
         self._require("joint_norm", once, "queries and keys are normed once")
+        normed = self.head_norm or not self.norm_after_rotation
+        self._require("norm_after_rotation", normed, "heads are not normed")
 
     def _require(self, field: str, holds: bool, complaint: str) -> None:
         if not holds:
@@ -378,8 +382,8 @@ class ModelSpec:
 # Manifests omit these fields while they have ModelSpec's defaults, so that older packages keep their ids.
 _LATER = (
     "experts_per_token", "shared_experts", "shared_gate", "router", "router_reads", "router_bias", "choosing_bias",
-    "normalized_shares", "router_groups", "groups_per_token", "joint_norm", "parallel", "attention_sinks",
-    "activation_limit", "activation_threshold", *SCALES,
+    "normalized_shares", "router_groups", "groups_per_token", "norm_after_rotation", "joint_norm", "parallel",
+    "attention_sinks", "activation_limit", "activation_threshold", *SCALES,
 )  # fmt: skip
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 

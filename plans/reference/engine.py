@@ -270,11 +270,16 @@ class ReferenceEngine:
     def _placed(self, norm: str, heads: Array, rotary: bool) -> Array:
         """Return queries or keys [tokens, heads, head_width] after norm and rotation, if the model has them."""
         model = self._model
+        if model.norm_after_rotation:
+            return rms_norm(self._rotated(heads, rotary), self._weights.vector(norm), model.norm_epsilon)
         if model.head_norm:
             heads = rms_norm(heads, self._weights.vector(norm), model.norm_epsilon)
         if model.joint_norm:
             joint = rms_norm(heads.reshape(len(heads), -1), self._weights.vector(norm), model.norm_epsilon)
             heads = joint.reshape(heads.shape)
+        return self._rotated(heads, rotary)
+
+    def _rotated(self, heads: Array, rotary: bool) -> Array:
         if not rotary:
             return heads
         frequency = self._weights.vector("rope.inverse_frequency")

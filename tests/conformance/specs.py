@@ -107,7 +107,8 @@ SPECS = {
     "shared gate": ModelSpec(
         family="llama", width=128, neurons=70, experts=6, experts_per_token=2, shared_experts=3, shared_gate=True,
         normalized_shares=False, layer_kinds=(LayerKind(1), LayerKind(1, dense_experts=11), LayerKind(1)),
-        query_heads=4, key_heads=2, head_width=32, activation="relu", **COMMON,
+        query_heads=4, key_heads=2, head_width=32, head_norm=True, norm_after_rotation=True, activation="relu",
+        **COMMON,
     ),
     "parallel": ModelSpec(
         family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,

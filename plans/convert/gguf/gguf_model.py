@@ -239,6 +239,7 @@ def _model(
             norm=architecture.norm,
             norm_epsilon=metadata.number(f"{name}.attention.{epsilon}", 0.0, 1.0),
             head_norm=inventory.has("blk.0.attn_q_norm.weight") and not architecture.joint_norm,
+            norm_after_rotation=architecture.norm_after_rotation,
             joint_norm=architecture.joint_norm,
             activation=activation,
             gated=architecture.gated,
