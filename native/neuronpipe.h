@@ -527,8 +527,10 @@ enum { NP_NORM_RMS = 0, NP_NORM_LAYER = 1 };
 /* The input of a layer's predictor or router: the normed input of its attention or feed-forward. Routers may read the
  * layer's input instead, predictors the residual stream before the feed-forward's norm. */
 enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1, NP_READS_LAYER = 2, NP_READS_RESIDUAL = 3 };
-/* The scores of experts, from their router values: their softmax, or their sigmoids. */
-enum { NP_ROUTER_SOFTMAX = 0, NP_ROUTER_SIGMOID = 1 };
+/* The scores of experts, from their router values: their softmax, or their sigmoids. Sparsemixer chooses two experts. The
+ * share of each is its softmax among those whose values u are near its own v: (v - u) / max(|u|, v) is at most twice
+ * router_jitter. The first expert is left out for the second. */
+enum { NP_ROUTER_SOFTMAX = 0, NP_ROUTER_SIGMOID = 1, NP_ROUTER_SPARSEMIXER = 2 };
 
 /* The place of a feed-forward matrix in a cluster: the part and offset of its first row's quants, and of its scales. */
 typedef struct {
@@ -547,6 +549,7 @@ typedef struct {
     uint32_t router_groups, groups_per_token; /* a token's experts are in groups_per_token of router_groups groups of consecutive experts: in
                                                * those with the greatest sum of two scores. 1 and 1: no groups */
     int32_t normalized_shares;      /* 1: the scores of a token's chosen experts are divided by their sum */
+    float router_jitter;            /* 0 unless the router is sparsemixer */
     float routed_scale;             /* a factor of chosen experts' scores */
     int32_t norm;                   /* NP_NORM_RMS, NP_NORM_LAYER: of the residual stream */
     float norm_epsilon;             /* of all norms */
@@ -560,6 +563,7 @@ typedef struct {
     float activation_threshold;     /* a neuron fires if its trigger exceeds this; nonzero only with NP_RELU */
     float activation_limit;         /* NP_CLAMPED_SWIGLU: the limit of gate, from above, and of up, on both sides; otherwise 0 */
     float embedding_scale, logit_scale; /* factors of token embeddings and of logits */
+    float rotary_scale;             /* a factor of the rotated elements of queries and keys */
     float attention_scale;          /* a factor of attention scores, besides 1 / sqrt(head_width) */
     float residual_scale;           /* a factor of what attention and feed-forward add to the residual stream */
     int32_t parallel;               /* 1: feed-forward and attention read the same input; 0: the feed-forward reads attention's result */
@@ -614,7 +618,8 @@ typedef struct {
 typedef struct {
     np_matrix embedding, output;
     np_norm output_norm;
-    const float *inverse_frequency;  /* [head_width/2], with shape.rotary */
+    const float *output_bias;        /* [vocabulary]; NULL: none */
+    const float *inverse_frequency;  /* [head_width/2], with shape.rotary; 0: the pair is not rotated */
     const float *position_embedding; /* [context_tokens][width], without shape.rotary */
     const np_layer *layers;
 } np_fixed;

@@ -25,6 +25,18 @@ static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequenc
     return engine->shared.kv + head * s->context_tokens * s->head_width;
 }
 
+static void rotate(const np_engine *engine, int32_t position, float *head)
+{
+    const np_shape *s = &engine->shape;
+    const size_t half = s->head_width / 2;
+    np_rope(head, s->head_width, engine->fixed.inverse_frequency, position);
+    for (size_t j = 0; s->rotary_scale != 1.0f && j < half; j++)
+        if (engine->fixed.inverse_frequency[j] != 0.0f) {
+            head[j] *= s->rotary_scale;
+            head[j + half] *= s->rotary_scale;
+        }
+}
+
 /* Norm and rotate a query or a key, if the model and the layer do. */
 static void norm_and_rotate(const np_engine *engine, const float *norm, int rotary, int32_t position, float *head)
 {
@@ -32,7 +44,7 @@ static void norm_and_rotate(const np_engine *engine, const float *norm, int rota
     if (s->head_norm && !s->norm_after_rotation)
         np_rms_norm(head, norm, s->head_width, s->norm_epsilon, head);
     if (s->rotary && rotary)
-        np_rope(head, s->head_width, engine->fixed.inverse_frequency, position);
+        rotate(engine, position, head);
     if (s->norm_after_rotation)
         np_rms_norm(head, norm, s->head_width, s->norm_epsilon, head);
 }

@@ -36,13 +36,14 @@ static void multiply_output(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     const np_matrix *m = &engine->fixed.output;
+    const float *bias = engine->fixed.output_bias;
     const size_t quant_bytes = np_quant_bytes(m->type, s->width), scale_bytes = np_scale_bytes(m->type, s->width);
     const uint32_t pieces = (s->vocabulary + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
     np_begin_logits(engine);
     for (uint32_t piece; (piece = np_claim(engine, s->layers, 0, pieces)) != NP_NONE;) {
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->vocabulary - row < NP_PIECE_ROWS ? s->vocabulary - row : NP_PIECE_ROWS;
         np_dot_rows(m->type, (const uint8_t *)m->quants + row * quant_bytes, (const uint8_t *)m->scales + row * scale_bytes, rows,
-                    s->width, engine->vectors.prepared, engine->vectors.stride, engine->logits_count, NULL, engine->shared.logits + row,
+                    s->width, engine->vectors.prepared, engine->vectors.stride, engine->logits_count, bias ? bias + row : NULL, engine->shared.logits + row,
                     s->vocabulary);
         engine->counters.matrix_rows += (uint64_t)rows * engine->logits_count;
     }

@@ -119,12 +119,39 @@ static float score(const np_shape *s, const float *values, uint32_t experts, flo
     return s->router == NP_ROUTER_SIGMOID ? 1.0f : sum;
 }
 
+/* The share of an expert among those whose values are near its own, without `skipped` (NP_NONE: with all). */
+static float share_among_near(const np_shape *s, const float *values, uint32_t experts, uint32_t expert, uint32_t skipped)
+{
+    const float greatest_value = values[expert];
+    float sum = 0.0f;
+    for (uint32_t i = 0; i < experts; i++) {
+        const float size = fabsf(values[i]), distance = (greatest_value - values[i]) / (size > greatest_value ? size : greatest_value);
+        if (i != skipped && !(distance > 2.0f * s->router_jitter))
+            sum += np_exponential(values[i] - greatest_value);
+    }
+    return 1.0f / sum;
+}
+
+/* The weights of sparsemixer's two experts. */
+static void weigh_two(np_engine *engine, uint32_t experts, const uint32_t *chosen, float *weights)
+{
+    const float *values = engine->expert_values;
+    const uint32_t first = is_greater(values[chosen[1]], values[chosen[0]]); /* of equal values the lower number */
+    weights[first] = share_among_near(&engine->shape, values, experts, chosen[first], NP_NONE);
+    weights[!first] = share_among_near(&engine->shape, values, experts, chosen[!first], chosen[first]);
+}
+
 /* The chosen experts' weights. Where they sum to 1, they are computed from the chosen experts' values alone. */
 static void weigh(np_engine *engine, uint32_t experts, const uint32_t *chosen, float *weights)
 {
     const np_shape *s = &engine->shape;
     const float *values = engine->expert_values;
     float max_value = values[chosen[0]], sum = 0.0f, all = 1.0f;
+    if (s->router == NP_ROUTER_SPARSEMIXER) {
+        weigh_two(engine, experts, chosen, weights);
+        np_scale(weights, s->chosen_per_token, s->routed_scale);
+        return;
+    }
     for (uint32_t n = 1; n < s->chosen_per_token; n++)
         max_value = values[chosen[n]] > max_value ? values[chosen[n]] : max_value;
     if (!s->normalized_shares && s->router == NP_ROUTER_SOFTMAX) {

@@ -203,6 +203,8 @@ class _Tensors:
             table = self._inventory.take_rows(f"{self._name('positions')}.weight", model.width)
             self.vectors["position_embedding"] = (table.rows_from(names.first_position, model.context_tokens),)
         self._take_norm("output_norm", names.output_norm)
+        if model.logit_bias:
+            self.vectors["output.bias"] = (self._bias(names.output, model.vocabulary),)
 
     def take_layer(self, number: int) -> None:
         prefix, layer = f"layers.{number}", self._names.layer.format(number)

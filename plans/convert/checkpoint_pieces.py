@@ -64,7 +64,7 @@ def pieces_of(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tup
 
     layers = [of_layer(number) for number in range(model.layers)]
     first = piece(lambda name: name in ("embedding", "position_embedding"))
-    norm = piece(lambda name: name.startswith("output_norm"))
+    norm = piece(lambda name: name.startswith(("output_norm", "output.bias")))
     output = piece(lambda name: name == "output")
     if set(output.files) <= set(first.files):  # then the file is not needed until the end
         return (first, output, *layers, norm)

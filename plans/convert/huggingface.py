@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,7 +25,7 @@ from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.stored_tensors import Inventory, OpenFile, RowNumbers
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.models.family import Architecture, Choices
-from neuronpipe.plans.models.registry import ARCHITECTURES
+from neuronpipe.plans.models.registry import ARCHITECTURES, FAMILIES
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.package.safetensors_header import TensorEntry, parse_header
@@ -51,11 +52,13 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     with ExitStack() as files:
         inventory = _inventory(path, files, open_file)
         model = architecture.read(config, inventory.has, Choices(options.activation, options.context_tokens))
-        if model.positions == "rotary":
-            model = replace(model, attention_scale=model.attention_scale * attention_scale(config))
         names, (frequencies, orders) = architecture.tensor_names(config), _positions(config, model, architecture)
+        if frequencies is not None:
+            model = _with_factor(model, frequencies, attention_scale(config, model.context_tokens))
         if architecture.joined_rows is not None:
             orders["query_key_value"] = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
+        elif names.query_key_value is not None and orders:
+            orders["query_key_value"] = _joined_order(model, orders)
         down_by_neuron = names.joined_gate_up is not None and not is_in_mxfp4(
             inventory, names.layer.format(0), names.joined_gate_up
         )
@@ -99,22 +102,34 @@ def _positions(
     if model.positions != "rotary":
         return None, {}
     rotated = rotated_width(config, model.head_width, partial=architecture.partial_rotary)
-    frequencies = scaled_frequencies(config, model.head_width, rotated)
+    frequencies = scaled_frequencies(config, model.head_width, rotated, model.context_tokens)
     heads = {"query": model.query_heads, "key": model.key_heads}
     if rotated == model.head_width and not architecture.interleaved:
         return frequencies, {}
     if rotated == model.head_width:
         return frequencies, {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
-    if model.attention_scale != 1:
-        config.fail("partial_rotary_factor", "yarn's factor on scores is not supported where a part of a head rotates")
     return frequencies, {part: paired_order(count, model.head_width, rotated) for part, count in heads.items()}
+
+
+def _with_factor(model: ModelSpec, frequencies: NDArray[np.float32], factor: float) -> ModelSpec:
+    """Return the model with a factor of scores. Where only a part of each head rotates it concerns that part alone."""
+    if (frequencies == 0).any():
+        return replace(model, rotary_scale=math.sqrt(factor))
+    return replace(model, attention_scale=model.attention_scale * factor)
+
+
+def _joined_order(model: ModelSpec, orders: dict[str, RowNumbers]) -> RowNumbers:
+    """Return the order of the rows of a joined matrix of queries, keys and values."""
+    keys, values = model.query_width, model.query_width + model.key_width
+    return np.concatenate((orders["query"], orders["key"] + keys, np.arange(values, model.qkv_rows, dtype=np.int64)))
 
 
 def _architecture(config: Record) -> str:
     names = config.items("architectures")
     if len(names) != 1 or names[0] not in tuple(ARCHITECTURES):
-        supported = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
-        config.fail("architectures", f"{quoted(names)} is not supported; these are, each with ForCausalLM: {supported}")
+        config.fail(
+            "architectures", f"{quoted(names)} is not supported; classes of these families are: {', '.join(FAMILIES)}"
+        )
     if config.has("quantization_config") and not _is_mxfp4(config.record("quantization_config"), names[0]):
         config.fail("quantization_config", "quantized checkpoints are not supported; convert the original weights")
     return str(names[0])

@@ -15,6 +15,7 @@ from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
 
 MAX_THETA = 1e12
+LONG = ("longrope", "su")
 
 
 def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
@@ -22,7 +23,9 @@ def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
     return theta ** (-np.arange(0, head_width, 2, dtype=np.float64) / head_width)
 
 
-def scaled_frequencies(config: Record, head_width: int, rotated: int | None = None) -> NDArray[np.float32]:
+def scaled_frequencies(
+    config: Record, head_width: int, rotated: int | None = None, context_tokens: int = 0
+) -> NDArray[np.float32]:
     """Return the table [head_width / 2] of a config.json, from rope_theta and rope_scaling or rope_parameters.
 
     A scaling "dynamic" with `alpha`, as Hunyuan's, changes only the base. Precedence and missing keys follow
@@ -30,6 +33,7 @@ def scaled_frequencies(config: Record, head_width: int, rotated: int | None = No
     supported.
 
     rotated: number of rotated elements of a head, None: all; the frequencies of the others are 0
+    context_tokens: the longest sequence, by which "longrope" chooses one of two tables
     """
     scaling = _scaling(config)
     source = scaling if scaling is not None and scaling.has("rope_theta") else config
@@ -40,14 +44,18 @@ def scaled_frequencies(config: Record, head_width: int, rotated: int | None = No
     if scaling is not None:
         scaling = scaling.over({"original_max_position_embeddings": _original_tokens(config)}, "config.json")
     table = np.zeros(head_width // 2, dtype=np.float32)
-    frequencies = apply_scaling(base_frequencies(rotated or head_width, theta), scaling, theta)
+    frequencies = apply_scaling(base_frequencies(rotated or head_width, theta), scaling, theta, context_tokens)
     table[: len(frequencies)] = frequencies
     return table
 
 
-def attention_scale(config: Record) -> float:
-    """Return the factor of attention scores: with YaRN the square of its factor on queries and keys, otherwise 1."""
+def attention_scale(config: Record, context_tokens: int = 0) -> float:
+    """Return the factor of attention scores: with YaRN or longrope the square of its factor on queries and keys,
+    otherwise 1. context_tokens: the longest sequence
+    """
     scaling = _scaling(config)
+    if scaling is not None and _kind(scaling)[1] in LONG:
+        return _longrope_factor(config, scaling, context_tokens) ** 2
     if scaling is None or _kind(scaling)[1] != "yarn":
         return 1.0
     if scaling.has("attention_factor"):
@@ -120,9 +128,12 @@ def _original_tokens(config: Record) -> int | None:
     return None
 
 
-def apply_scaling(frequencies: NDArray[np.float64], scaling: Record | None, theta: float) -> NDArray[np.float64]:
-    """Return frequencies after scaling by `rope_type` or `type`: default, linear, llama3 or yarn. Raises UserError for
-    other kinds."""
+def apply_scaling(
+    frequencies: NDArray[np.float64], scaling: Record | None, theta: float, context_tokens: int = 0
+) -> NDArray[np.float64]:
+    """Return frequencies after scaling by `rope_type` or `type`: default, linear, llama3, yarn or longrope. Raises
+    UserError for other kinds. context_tokens: the longest sequence
+    """
     if scaling is None:
         return frequencies
     for name in scaling.names():
@@ -139,7 +150,36 @@ def apply_scaling(frequencies: NDArray[np.float64], scaling: Record | None, thet
         return _llama3(frequencies, scaling)
     if kind == "yarn":
         return _yarn(frequencies, scaling, theta)
-    scaling.fail(field, f"{quoted(kind)} is not supported; default, linear, llama3 and yarn are")
+    if kind in LONG:
+        return frequencies / _longrope_divisors(scaling, len(frequencies), context_tokens)
+    scaling.fail(field, f"{quoted(kind)} is not supported; default, linear, llama3, yarn and longrope are")
+
+
+def _longrope_divisors(scaling: Record, pairs: int, context_tokens: int) -> NDArray[np.float64]:
+    """Return the divisors of the frequencies for sequences up to `context_tokens`."""
+    original = scaling.integer("original_max_position_embeddings", 1, 1 << 24)
+    field = "long_factor" if context_tokens > original else "short_factor"
+    divisors = scaling.items(field)
+    if len(divisors) != pairs or not all(type(d) in (int, float) and 1e-3 <= d <= 1e6 for d in divisors):
+        scaling.fail(field, f"expected {pairs} positive numbers, one for each rotated pair")
+    return np.array(divisors, dtype=np.float64)
+
+
+def _longrope_factor(config: Record, scaling: Record, context_tokens: int) -> float:
+    """Return the factor of rotated queries and keys."""
+    original = scaling.over({"original_max_position_embeddings": _original_tokens(config)}, "config.json").integer(
+        "original_max_position_embeddings", 1, 1 << 24
+    )
+    for field in ("long_mscale" if context_tokens > original else "short_mscale", "attention_factor"):
+        if scaling.has(field):
+            return scaling.number(field, 1e-3, 1e3)
+    whole = scaling if scaling.has("factor") else config
+    times = (
+        scaling.number("factor", 1e-3, 1e6)
+        if whole is scaling
+        else config.integer("max_position_embeddings", 1, 1 << 24) / original
+    )
+    return 1.0 if times <= 1 or original == 1 else math.sqrt(1 + math.log(times) / math.log(original))
 
 
 def _kind(scaling: Record) -> tuple[str, str]:

@@ -33,7 +33,11 @@ DEFAULTS = {
 
 
 # GraniteMoeConfig in transformers/models/granitemoe/configuration_granitemoe.py.
-MOE_DEFAULTS = {**DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2}
+MOE_DEFAULTS = {
+    **{name: value for name, value in DEFAULTS.items() if name != "mlp_bias"},
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 MOE_NAMES = replace(
     GATED_NAMES,
     router="block_sparse_moe.router.layer",

@@ -94,6 +94,7 @@ QWEN2_MOE_DEFAULTS = {
     "num_experts_per_tok": 4,
     "num_experts": 60,
     "qkv_bias": True,
+    "max_window_layers": 28,
     "layer_types": None,
 }
 

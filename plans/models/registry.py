@@ -18,6 +18,7 @@ from neuronpipe.plans.models import (
     nemotron,
     olmoe,
     opt,
+    phi,
     qwen3,
     smallthinker,
     smollm3,
@@ -45,6 +46,7 @@ FAMILIES: Mapping[str, Family] = {
         olmoe.FAMILY,
         ernie.FAMILY,
         hunyuan.FAMILY,
+        phi.FAMILY,
     )
 }
 

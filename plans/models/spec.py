@@ -30,7 +30,7 @@ from neuronpipe.protocol.frozen import frozen
 Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu"]
 NormKind = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
-Router = Literal["softmax", "sigmoid"]
+Router = Literal["softmax", "sigmoid", "sparsemixer"]
 RouterInput = Literal["feed_forward", "layer"]
 SELECTABLE_ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")  # which one a user may choose
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -63,7 +63,7 @@ class Limits(NamedTuple):
 MAX = Limits()
 MAX_THRESHOLD = 1e6
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
-SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention_scale", "routed_scale")
+SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention_scale", "routed_scale", "rotary_scale")
 RANGES: dict[str, tuple[float, float]] = {
     **{name: (1, maximum) for name, maximum in MAX._asdict().items() if name != "layers"},
     "experts_per_token": (1, MAX.experts),
@@ -71,6 +71,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "router_groups": (1, MAX.experts),
     "groups_per_token": (1, MAX.experts),
     "norm_epsilon": (0.0, 1.0),
+    "router_jitter": (0.0, 0.5),
     "activation_limit": (0.0, MAX_THRESHOLD),
     "activation_threshold": (0.0, MAX_THRESHOLD),
     **dict.fromkeys(SCALES, (MIN_SCALE, MAX_SCALE)),
@@ -114,7 +115,9 @@ class ModelSpec:
     shared_experts: further experts of each layer with a router, which compute every token
     shared_gate: each token's output of the shared experts is multiplied by the sigmoid of a product with its input
     router: how router values become scores: their softmax, or their sigmoids. A chosen expert's share is its score,
-        divided by the sum of the chosen experts' if `normalized_shares`, times `routed_scale`
+        divided by the sum of the chosen experts' if `normalized_shares`, times `routed_scale`. sparsemixer: the share
+        of each of two experts is its softmax among those whose values are near its own, the first one left out for the
+        second: (v - u) / max(|u|, v) is at most twice `router_jitter`
     choosing_bias: experts are chosen by score plus a bias of each expert, which does not change the shares
     router_groups: groups of consecutive experts; a token's experts are in those with the greatest sum of two scores
     groups_per_token: how many groups a token's experts are in
@@ -135,6 +138,7 @@ class ModelSpec:
     activation: activation of the feed-forward
     gated: the feed-forward has Gate beside Up and Down
     qkv_bias: the projections of queries, keys and values have biases
+    logit_bias: the logits have biases
     output_bias: the output projection of attention has a bias
     ffn_bias: all matrices of the feed-forward have biases; with a gate only if all neurons fire
     router_bias: the router has a bias for each expert
@@ -148,6 +152,8 @@ class ModelSpec:
     residual_scale: factor of what attention and feed-forward add to the residual stream
     attention_scale: factor of attention scores besides 1 / sqrt(head_width): YaRN's factor for long contexts, squared
     routed_scale: factor of the shares of chosen experts
+    rotary_scale: factor of the rotated elements of queries and keys
+    router_jitter: the field of `router`; 0 unless that is sparsemixer
     """
 
     family: str
@@ -179,6 +185,7 @@ class ModelSpec:
     gated: bool = True
     qkv_bias: bool = False
     output_bias: bool = False
+    logit_bias: bool = False
     ffn_bias: bool = False
     router_bias: bool = False
     attention_sinks: bool = False
@@ -191,6 +198,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     attention_scale: float = 1.0
     routed_scale: float = 1.0
+    rotary_scale: float = 1.0
+    router_jitter: float = 0.0
 
     def __post_init__(self) -> None:
         for field, (minimum, maximum) in RANGES.items():
@@ -230,6 +239,11 @@ class ModelSpec:
         within = 1 <= chosen <= self.router_groups and chosen * of_group >= self.experts_per_token
         self._require("groups_per_token", within, f"{chosen} of {self.router_groups} groups of {of_group} experts")
         self._require("router_groups", self.router_groups == 1 or of_group > 1, "a group has at least two experts")
+        two = self.experts_per_token == 2 and self.normalized_shares and not self.choosing_bias
+        plain = self.router != "sparsemixer" or (two and self.router_groups == 1)
+        self._require("router", plain, "sparsemixer chooses two experts by their values alone")
+        plain = self.router == "sparsemixer" or self.router_jitter == 0
+        self._require("router_jitter", plain, f"does not go with {self.router}")
         shared, dense = self.shared_experts, [kind.dense_experts for kind in self.layer_kinds]
         within = 0 <= shared <= MAX.experts - self.experts and (shared == 0 or self.experts > 1)
         self._require("shared_experts", within, f"{shared} of a layer with {self.experts} other experts")
@@ -383,7 +397,7 @@ class ModelSpec:
 _LATER = (
     "experts_per_token", "shared_experts", "shared_gate", "router", "router_reads", "router_bias", "choosing_bias",
     "normalized_shares", "router_groups", "groups_per_token", "norm_after_rotation", "joint_norm", "parallel",
-    "attention_sinks", "activation_limit", "activation_threshold", *SCALES,
+    "attention_sinks", "logit_bias", "router_jitter", "activation_limit", "activation_threshold", *SCALES,
 )  # fmt: skip
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 

@@ -30,6 +30,8 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
     else:
         yield "position_embedding", model.context_tokens * model.width
     yield from _norm("output_norm", model)
+    if model.logit_bias:
+        yield "output.bias", model.vocabulary
     for layer in range(model.layers):
         yield from _norm(f"layers.{layer}.attention_norm", model)
         yield from _norm(f"layers.{layer}.ffn_norm", model)

@@ -105,6 +105,8 @@ def expert_shares(model: ModelSpec, values: Array, choosing_bias: Array | None =
     values: the router's, [tokens, experts]
     choosing_bias: [experts]; None: experts are chosen by their values alone
     """
+    if model.router == "sparsemixer":
+        return _sparsemixer_shares(model, values)
     if model.router == "softmax":
         raw = np.exp(values - values.max(axis=1, keepdims=True))
         scores = raw / raw.sum(axis=1, keepdims=True)
@@ -125,6 +127,19 @@ def expert_shares(model: ModelSpec, values: Array, choosing_bias: Array | None =
     shares = np.zeros_like(values)
     np.put_along_axis(shares, chosen, best * np.float32(model.routed_scale), axis=1)
     return shares
+
+
+def _sparsemixer_shares(model: ModelSpec, values: Array) -> Array:
+    shares, left = np.zeros_like(values), values.copy()
+    for _ in range(model.experts_per_token):
+        best = left.argmax(axis=1)[:, None]
+        greatest = np.take_along_axis(left, best, axis=1)
+        distance = (greatest - values) / np.maximum(np.abs(values), greatest)
+        is_near = (distance <= np.float32(2 * model.router_jitter)) & np.isfinite(left)
+        sums = np.where(is_near, np.exp(values - greatest), 0).sum(axis=1, keepdims=True, dtype=np.float32)
+        np.put_along_axis(shares, best, 1 / sums, axis=1)
+        np.put_along_axis(left, best, np.float32(-np.inf), axis=1)
+    return shares * np.float32(model.routed_scale)
 
 
 @frozen
@@ -223,7 +238,8 @@ class ReferenceEngine:
     def logits(self, hidden: Array) -> Array:
         """Return logits [tokens, vocabulary]. hidden: residual stream after the last layer."""
         output = self._weights.matrix("embedding" if self._model.tied_embeddings else "output")
-        return self.output_inputs(hidden) @ output.T
+        logits: Array = self.output_inputs(hidden) @ output.T
+        return logits + self._weights.vector("output.bias") if self._model.logit_bias else logits
 
     def output_inputs(self, hidden: Array) -> Array:
         """Return the input vectors [tokens, width] of the output matrix."""
@@ -283,7 +299,10 @@ class ReferenceEngine:
         if not rotary:
             return heads
         frequency = self._weights.vector("rope.inverse_frequency")
-        return rotate(heads, np.arange(len(heads), dtype=np.float32)[:, None] * frequency)
+        rotated = rotate(heads, np.arange(len(heads), dtype=np.float32)[:, None] * frequency)
+        scales = np.where(frequency != 0, np.float32(self._model.rotary_scale), np.float32(1))
+        scaled: Array = rotated * np.tile(scales, 2)
+        return scaled
 
     def _route(self, layer: int, x: Array) -> Array:
         """Return the factor of each expert's output for each token, [tokens, experts of the layer]."""

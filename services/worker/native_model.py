@@ -115,6 +115,7 @@ class NativeTensors:
                 "embedding": embedding,
                 "output": embedding if self._manifest.model.tied_embeddings else self._matrix("output"),
                 "output_norm": self._norm("output_norm"),
+                "output_bias": self._vector("output.bias"),
                 "inverse_frequency": self._vector("rope.inverse_frequency"),
                 "position_embedding": self._vector("position_embedding"),
                 "layers": layers,

@@ -71,6 +71,7 @@ MODEL_TYPES = {
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "PhimoeForCausalLM": "phimoe",
+    "Phi3ForCausalLM": "phi3",
     "GraniteMoeForCausalLM": "granitemoe",
 }
 
@@ -335,6 +336,17 @@ RECIPES = {
             },
         ),
         Recipe(
+            "phi3", "Phi3ForCausalLM", "silu", 128, 200, 3, 4, 2, 32, dtype="BF16",
+            config={
+                "partial_rotary_factor": 0.75, "original_max_position_embeddings": 64, "sliding_window": 9,
+                "pad_token_id": 0,
+                "rope_scaling": {
+                    "type": "longrope", "short_factor": [1 + 0.25 * n for n in range(12)],
+                    "long_factor": [2.0 + n for n in range(12)],
+                },
+            },
+        ),
+        Recipe(
             "granitemoe", "GraniteMoeForCausalLM", "silu", 128, 72, 3, 4, 2, 32, tied=True, dtype="BF16", experts=8,
             config={
                 "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 1.5, "logits_scaling": 0.5,
@@ -380,6 +392,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         return
     if recipe.architecture == "FalconForCausalLM":
         yield from _falcon_tensors(recipe)
+        return
+    if recipe.architecture == "Phi3ForCausalLM":
+        yield from _phi3_tensors(recipe)
         return
     if recipe.architecture in PARTS:
         yield from _mixture_tensors(recipe)
@@ -573,6 +588,27 @@ def _mixture_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
     if recipe.config.get("lm_head_bias"):
         yield made("lm_head.bias", (recipe.vocabulary,), 2.0)
+
+
+def _phi3_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """Queries, keys and values are joined, and so are gate and up."""
+    generator, width, neurons = np.random.PCG64(recipe.seed), recipe.width, recipe.neurons
+
+    def made(name: str, shape: tuple[int, ...], deviation: float, centre: float = 0.0) -> tuple[str, Array]:
+        return name, rounded(random_tensor(generator, shape, deviation) + np.float32(centre), recipe.dtype)
+
+    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 1.0)
+    for layer in range(recipe.layers):
+        name, heads_width = f"model.layers.{layer}", recipe.query_heads * recipe.head_width
+        rows = heads_width + 2 * recipe.key_heads * recipe.head_width
+        yield made(f"{name}.input_layernorm.weight", (width,), 0.1, 1.0)
+        yield made(f"{name}.self_attn.qkv_proj.weight", (rows, width), 1.3 * width**-0.5)
+        yield made(f"{name}.self_attn.o_proj.weight", (width, heads_width), 0.5 * heads_width**-0.5)
+        yield made(f"{name}.post_attention_layernorm.weight", (width,), 0.1, 1.0)
+        yield made(f"{name}.mlp.gate_up_proj.weight", (2 * neurons, width), width**-0.5)
+        yield made(f"{name}.mlp.down_proj.weight", (width, neurons), 0.5 * neurons**-0.5)
+    yield made("model.norm.weight", (width,), 0.1, 1.0)
+    yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
 
 
 def _falcon_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:

@@ -110,6 +110,11 @@ SPECS = {
         query_heads=4, key_heads=2, head_width=32, head_norm=True, norm_after_rotation=True, activation="relu",
         **COMMON,
     ),
+    "phimoe": ModelSpec(
+        family="llama", width=96, neurons=80, experts=5, experts_per_token=2, router="sparsemixer", router_jitter=0.2,
+        layer_kinds=(LayerKind(2),), query_heads=3, key_heads=3, head_width=32, norm="layer", activation="silu",
+        qkv_bias=True, output_bias=True, logit_bias=True, rotary_scale=1.2, **COMMON,
+    ),
     "parallel": ModelSpec(
         family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,
         norm="layer", activation="relu", gated=False, parallel=True, tied_embeddings=True, **COMMON,

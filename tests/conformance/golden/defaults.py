@@ -40,6 +40,7 @@ def main() -> None:
         transformers.GptOssConfig,
         transformers.SmolLM3Config,
         transformers.GraniteConfig,
+        transformers.Phi3Config,
         transformers.Glm4MoeConfig,
         transformers.Qwen2MoeConfig,
         transformers.OlmoeConfig,

@@ -80,7 +80,7 @@ void Job::read_shape()
     if (!shape.gated || shape.activation_threshold != 0)
         run_fail("model", "this worker needs a gate, and no threshold; use our own prefill worker");
     for (const char *name : {"router_bias", "attention_sinks", "shared_experts", "choosing_bias", "normalized_shares", "router_groups", "routed_scale",
-                             "joint_norm", "norm_after_rotation"})
+                             "joint_norm", "norm_after_rotation", "logit_bias", "rotary_scale"})
         if (json_has(m, (std::string("model/") + name).c_str()))
             run_fail("model", "this worker does not compute this model's routers or attention; use our own prefill worker");
     shape.width = number(m, "model/width");
@@ -105,6 +105,7 @@ void Job::read_shape()
     shape.norm_epsilon = static_cast<float>(json_real(m, "model/norm_epsilon"));
     shape.embedding_scale = real_or(m, "model/embedding_scale", 1);
     shape.logit_scale = real_or(m, "model/logit_scale", 1);
+    shape.rotary_scale = 1;
     shape.attention_scale = real_or(m, "model/attention_scale", 1);
     shape.residual_scale = real_or(m, "model/residual_scale", 1);
     shape.cluster_neurons = number(m, "layout/cluster_neurons");
