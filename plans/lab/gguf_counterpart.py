@@ -21,9 +21,10 @@ from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, LlamaFi
 from gguf.constants import GGUF_DEFAULT_ALIGNMENT
 from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, PLAIN_BYTES
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
-from neuronpipe.plans.lab.synth.shapes import rope_base
+from neuronpipe.plans.lab.synth.shapes import rope_base, rotated_width
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
 from neuronpipe.plans.package.atomic_output import whole_file
+from neuronpipe.plans.package.tensors import norm_widths
 from neuronpipe.plans.predictor.fit import quantile
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -154,6 +155,10 @@ def architecture(model: ModelSpec) -> str:
         return "smallthinker"
     if model.attention_sinks:
         return "gpt-oss"
+    if model.joint_norm:
+        return "olmoe"
+    if model.choosing_bias:
+        return "glm4moe"
     if model.head_norm:
         return "qwen3" if model.experts == 1 else "qwen3moe"
     return "llama"
@@ -214,14 +219,22 @@ def _tensors(model: ModelSpec, preset: Preset) -> Iterator[_Tensor]:
         yield _Tensor(f"{block}.attn_q.weight", model.query_width, width, usual)
         yield _Tensor(f"{block}.attn_k.weight", key_width, width, usual)
         yield _Tensor(f"{block}.attn_v.weight", key_width, width, larger)
-        if model.head_norm:
-            yield _Tensor(f"{block}.attn_q_norm.weight", 0, model.head_width, "F32")
-            yield _Tensor(f"{block}.attn_k_norm.weight", 0, model.head_width, "F32")
+        if model.head_norm or model.joint_norm:
+            for part, length in zip(("q", "k"), norm_widths(model), strict=True):
+                yield _Tensor(f"{block}.attn_{part}_norm.weight", 0, length, "F32")
         yield _Tensor(f"{block}.attn_output.weight", width, model.query_width, usual)
-        norm = "post_attention_norm" if architecture(model) == "gpt-oss" else "ffn_norm"
+        norm = "post_attention_norm" if architecture(model) in ("gpt-oss", "glm4moe") else "ffn_norm"
         yield _Tensor(f"{block}.{norm}.weight", 0, width, "F32")
-        for name, shape in _zeros(model):
+        for name, shape in _zeros(model, layer):
             yield _Tensor(f"{block}.{name}", shape[0], shape[1], "F32", is_zero=True)
+        always_active = model.expert_counts[layer] - model.routed_experts(layer)
+        if model.experts > 1 and always_active:
+            kind, neurons = "_shexp" if model.routed_experts(layer) else "", always_active * model.neurons
+            yield _Tensor(f"{block}.ffn_gate{kind}.weight", neurons, width, usual)
+            yield _Tensor(f"{block}.ffn_up{kind}.weight", neurons, width, usual)
+            yield _Tensor(f"{block}.ffn_down{kind}.weight", width, neurons, _in_whole_blocks(larger, neurons))
+        if model.experts > 1 and not model.routed_experts(layer):
+            continue
         if experts:
             yield _Tensor(f"{block}.ffn_gate_inp.weight", experts, width, "F32", lengths=_router_lengths(model, layer))
         yield _Tensor(f"{block}.ffn_gate{suffix}.weight", model.neurons, width, rows, experts)
@@ -231,13 +244,17 @@ def _tensors(model: ModelSpec, preset: Preset) -> Iterator[_Tensor]:
     yield _Tensor("output.weight", model.vocabulary, width, preset.output)
 
 
-def _zeros(model: ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+def _zeros(model: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield name and shape of a layer's biases and sinks; 0 rows: a vector."""
+    key_width = model.key_heads * model.head_width
+    if model.qkv_bias:
+        for part, length in (("q", model.query_width), ("k", key_width), ("v", key_width)):
+            yield f"attn_{part}.bias", (0, length)
+    if model.choosing_bias and model.routed_experts(layer):
+        yield "exp_probs_b.bias", (0, model.experts)
     if not model.attention_sinks:
         return
-    key_width = model.key_heads * model.head_width
-    for part, length in (("q", model.query_width), ("k", key_width), ("v", key_width), ("output", model.width)):
-        yield f"attn_{part}.bias", (0, length)
+    yield "attn_output.bias", (0, model.width)
     yield "attn_sinks.weight", (0, model.query_heads)
     yield "ffn_gate_inp.bias", (0, model.experts)
     for matrix in ("gate", "up", "down"):
@@ -313,7 +330,7 @@ def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
     writer.add_head_count_kv(model.key_heads)
     writer.add_key_length(model.head_width)
     writer.add_value_length(model.head_width)
-    writer.add_rope_dimension_count(model.head_width)
+    writer.add_rope_dimension_count(rotated_width(model))
     writer.add_rope_freq_base(rope_base(model))
     writer.add_layer_norm_rms_eps(model.norm_epsilon)
     if model.experts > 1:
@@ -323,6 +340,11 @@ def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
             writer.add_expert_feed_forward_length(model.neurons)
             if architecture(model) != "gpt-oss":
                 writer.add_expert_gating_func(GATING[model.router])
+        if architecture(model) == "glm4moe":
+            writer.add_leading_dense_block_count(sum(model.dense_layers))
+            writer.add_expert_shared_count(model.shared_experts)
+            writer.add_expert_weights_scale(model.routed_scale)
+            writer.add_expert_weights_norm(model.normalized_shares)
     if any(model.windows_tokens):
         writer.add_sliding_window(max(model.windows_tokens))
     # Every number is a shorter number and a digit, so that merges produce all of them.

@@ -54,7 +54,7 @@ class AttentionMaker:
 
     @property
     def head_norm(self) -> Array:
-        """Weights of the norms of queries and keys, for models with these norms."""
+        """Weights of the norm of one head of queries or keys, for models with these norms."""
         return np.full(self._model.head_width, QUERY_DEVIATION, dtype=np.float32)
 
     def layer(self, layer: int, normed: Array) -> Attention:
@@ -86,7 +86,13 @@ class AttentionMaker:
         queries, keys, values = np.split(heads, (model.query_heads, model.query_heads + model.key_heads), axis=1)
         if model.head_norm:
             queries, keys = (rms_norm(part, self.head_norm, model.norm_epsilon) for part in (queries, keys))
+        if model.joint_norm:
+            queries, keys = (self._norm_jointly(part) for part in (queries, keys))
         if model.rotary_layers[layer]:
             angles = np.arange(len(heads), dtype=np.float32)[:, None] * self._frequency
             queries, keys = rotate(queries, angles), rotate(keys, angles)
         return attend(queries, keys, values, model.windows_tokens[layer]).reshape(len(heads), -1)
+
+    def _norm_jointly(self, heads: Array) -> Array:
+        weights = np.full(heads[0].size, QUERY_DEVIATION, dtype=np.float32)
+        return rms_norm(heads.reshape(len(heads), -1), weights, self._model.norm_epsilon).reshape(heads.shape)

@@ -45,10 +45,10 @@ class MixtureStatistics:
         if run.layer != self._layer:
             self._close()
             self._layer = run.layer
-            self._chosen = np.zeros((self._tokens, self._model.experts), dtype=np.bool_)
+            self._chosen = np.zeros((self._tokens, self._model.most_experts), dtype=np.bool_)
             self._inputs = np.zeros((self._tokens, self._model.width), dtype=np.float32)
             self._counts = np.zeros(4)  # neurons, active ones, predicted ones, both
-        self._chosen[run.tokens, run.ffn % self._model.experts] = True
+        self._chosen[run.tokens, self._model.place_of(run.ffn)[1]] = True
         # Norms of synthetic packages have weights of 1, so that a router ranks experts alike before and after the norm.
         early = self._model.router_reads == "layer"
         self._inputs[run.tokens] = run.attention_input if early else run.feed_forward_input
@@ -66,7 +66,8 @@ class MixtureStatistics:
     def _close(self) -> None:
         if self._layer < 0:
             return
-        chosen, (neurons, active, predicted, hits) = self._chosen[self._skipped :], self._counts
+        experts = self._model.routed_experts(self._layer) or self._model.expert_counts[self._layer]
+        chosen, (neurons, active, predicted, hits) = self._chosen[self._skipped :, :experts], self._counts
         statistics: dict[str, Any] = {
             "layer": self._layer,
             "activity": {"requested": float(self._requested[self._layer]), "measured": float(active / neurons)},
@@ -80,12 +81,12 @@ class MixtureStatistics:
         self._before = self._inputs
 
     def _named_before(self) -> float | None:
-        if self._before is None:
-            return None
         model = self._model
+        if self._before is None or not model.routed_experts(self._layer):
+            return None
         router = self._weights.vector(f"layers.{self._layer}.router").reshape(model.experts, model.width)
         predicted = expert_shares(model, self._before @ router.T) > 0
-        return _share((predicted & self._chosen)[self._skipped :], predicted[self._skipped :])
+        return _share((predicted & self._chosen[:, : model.experts])[self._skipped :], predicted[self._skipped :])
 
 
 def measure_mixture(
@@ -101,7 +102,7 @@ def measure_mixture(
     def observe(run: LayerRun) -> None:
         statistics.observe(run)
         if progress is not None:
-            progress((run.ffn + 1) * tokens // model.experts, model.layers * tokens)
+            progress((run.ffn + 1) * tokens // model.most_experts, model.layers * tokens)
 
     ReferenceEngine(package, observe=observe).hidden([range(first, first + tokens)])
     layers = statistics.layers()

@@ -187,7 +187,7 @@ class NeuronMaker:
         With a predictor all calibration tokens are computed, since routers are independent of rows. Without one, only
         those that choose the feed-forward and some independent tokens are.
 
-        ffn: layer * experts + expert
+        ffn: number of the feed-forward, counted through all layers
         chosen: mask of the calibration tokens that choose the feed-forward
         """
         model, random = self._model, codes.generator(self._seed, 2, ffn)
@@ -208,7 +208,8 @@ class NeuronMaker:
         )
         starts = range(0, model.neurons, self._block_neurons)
         # The variances of several experts' outputs add up.
-        power = FEED_FORWARD_POWER * model.experts_per_token * (STATE_POWER * model.width)
+        active_experts = model.active_experts(model.place_of(ffn)[0])
+        power = FEED_FORWARD_POWER * active_experts * (STATE_POWER * model.width)
         blocks = [self._pool.submit(self._block, inputs, start) for start in starts]
         return Pending(inputs, blocks, self._places, power, self._gates)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
 from neuronpipe.protocol.frozen import frozen
+from numpy.typing import NDArray
 
 GROUP = 32
 
@@ -61,6 +63,13 @@ _SMALLTHINKER: dict[str, Any] = {
     "family": "smallthinker", "activation": "relu", "norm_epsilon": 1e-6, "router": "sigmoid", "router_reads": "layer",
 }  # fmt: skip
 _QWEN3: dict[str, Any] = {"family": "qwen3", "activation": "silu", "norm_epsilon": 1e-6, "head_norm": True}
+_GLM: dict[str, Any] = {
+    "family": "glm4_moe", "activation": "silu", "norm_epsilon": 1e-5, "router": "sigmoid", "choosing_bias": True,
+    "qkv_bias": True,
+}  # fmt: skip
+_OLMOE: dict[str, Any] = {
+    "family": "olmoe", "activation": "silu", "norm_epsilon": 1e-5, "joint_norm": True, "normalized_shares": False,
+}  # fmt: skip
 
 SHAPES = {
     "turbosparse-mistral-7b": _shape(4096, 14336, 32, (32, 8, 128), 32000, 4096),
@@ -84,16 +93,37 @@ SHAPES = {
     "gpt-oss-100m": _shape(
         512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), layer_kinds=_windows_of_gpt_oss(12), **_GPT_OSS
     ),
+    "glm-4.5-air": _shape(
+        4096, 1408, 46, (96, 8, 128), 151552, 131072, (128, 8), shared_experts=1,
+        layer_kinds=(LayerKind(1, dense_experts=8), LayerKind(45)), **_GLM,
+    ),
+    "glm-moe-100m": _shape(
+        512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), shared_experts=2,
+        layer_kinds=(LayerKind(1, dense_experts=6), LayerKind(11)), **_GLM,
+    ),
+    "olmoe-7b": _shape(2048, 1024, 16, (16, 16, 128), 50304, 4096, (64, 8), **_OLMOE),
     "qwen3-30b-a3b": _shape(2048, 768, 48, (32, 4, 128), 151936, 40960, (128, 8), **_QWEN3),
     "qwen3-moe-100m": _shape(512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), **_QWEN3),
-}
+}  # fmt: skip
 
 # Published bases of rotary positions. ModelSpec has no base, since packages have the table that follows from it.
-_ROPE_BASES = {"smallthinker": 1_500_000.0, "qwen3": 1_000_000.0, "gpt_oss": 150_000.0}
+_ROPE_BASES = {"smallthinker": 1_500_000.0, "qwen3": 1_000_000.0, "gpt_oss": 150_000.0, "glm4_moe": 1_000_000.0}
 
 
 def rope_base(model: ModelSpec) -> float:
     return _ROPE_BASES.get(model.family, 10_000.0)
+
+
+def rotated_width(model: ModelSpec) -> int:
+    """Return how many elements of a head are rotated."""
+    return model.head_width // 2 if model.family == "glm4_moe" else model.head_width
+
+
+def rope_frequencies(model: ModelSpec) -> NDArray[np.float32]:
+    """Return the table of rotary positions, [head_width / 2]; 0 for pairs that are not rotated."""
+    rotated, table = rotated_width(model), np.zeros(model.head_width // 2, dtype=np.float32)
+    table[: rotated // 2] = rope_base(model) ** (-np.arange(0, rotated, 2) / rotated)
+    return table
 
 
 @frozen

@@ -18,7 +18,7 @@ from neuronpipe.plans.lab.synth.attention import AttentionMaker
 from neuronpipe.plans.lab.synth.neurons import Firing, LayerInput, NeuronMaker, Neurons, Pending
 from neuronpipe.plans.lab.synth.prediction import Prediction, PredictorShape
 from neuronpipe.plans.lab.synth.routing import make_router
-from neuronpipe.plans.lab.synth.shapes import coordinates, rank_of, rope_base
+from neuronpipe.plans.lab.synth.shapes import coordinates, rank_of, rope_frequencies
 from neuronpipe.plans.lab.synth.tokens import (
     CalibrationSequences,
     Tables,
@@ -89,7 +89,7 @@ def synthesize(
         name=name, source=Source("synthetic", name, model.activation), model=model, quantization="q4", end_tokens=(),
         layout=layout, files={}, quantization_error={}, fired_by_layer=None, workload=work,
     )  # fmt: skip
-    frequency = (rope_base(model) ** (-np.arange(0, model.head_width, 2) / model.head_width)).astype(np.float32)
+    frequency = rope_frequencies(model)
     sequences = calibration_sequences(work)
     norm_weights = np.ones(model.width, dtype=np.float32)
     shape = PredictorShape(rank_of(model.width), predictor_quantization) if model.activation == "drelu" else None
@@ -116,31 +116,36 @@ def synthesize(
             attention_layer = attention.layer(layer, before)
             writer.matrix(f"{prefix}.qkv", attention_layer.qkv)
             writer.matrix(f"{prefix}.attention_output", attention_layer.output)
-            if model.head_norm:
-                for vector in ("query_norm", "key_norm"):
-                    writer.vector(f"{prefix}.{vector}", attention.head_norm)
             for vector, length in fixed_vectors(model):
-                if vector.startswith(f"{prefix}.") and vector.endswith((".bias", ".sinks")):
+                if not vector.startswith(f"{prefix}."):
+                    continue
+                if vector.endswith((".bias", ".sinks", ".choosing_bias", ".shared_gate")):
                     writer.vector(vector, np.zeros(length, dtype=np.float32))
+                if vector.endswith((".query_norm", ".key_norm")):
+                    writer.vector(vector, np.resize(attention.head_norm, length))
             x = x + attention_layer.change
             normed = rms_norm(x, norm_weights, model.norm_epsilon)
-            routed = np.ones((len(x), 1), dtype=np.float32)
-            if model.experts > 1:
+            always_active = model.expert_counts[layer] - model.routed_experts(layer)
+            routed = np.full((len(x), always_active), 0.5 if model.shared_gate else 1.0, dtype=np.float32)
+            if model.routed_experts(layer):
                 read = layer_input if model.router_reads == "layer" else normed
-                router, routed = make_router(model, places, read, routed_before, codes.generator(seed, 4, layer))
-                routed_before = read
+                router, shares_of = make_router(model, places, read, routed_before, codes.generator(seed, 4, layer))
+                routed, routed_before = np.concatenate((shares_of, routed), axis=1), read
                 writer.vector(f"{prefix}.router", router.reshape(-1))
             prediction = None
             if shape is not None:
                 predicts_from = before if reads == "attention" else normed
                 prediction = Prediction.of_layer(shape, places, normed, predicts_from, sequences.held_out)
             shares = active_shares(layer, model.layers, model.neurons, float(requested[layer]))
-            for expert, neurons in enumerate(_experts(maker, layer, LayerInput(normed, shares, prediction), routed)):
+            for expert, neurons in enumerate(
+                _experts(maker, model.first_ffns[layer], LayerInput(normed, shares, prediction), routed)
+            ):
                 parts = routed[neurons.tokens, expert, None] * neurons.change
                 x[neurons.tokens, places.feed_forward] += parts
                 finisher.take(neurons)
         firings = finisher.firings()
-        by_layer = [firings[first : first + model.experts] for first in range(0, model.ffns, model.experts)]
+        ffns = map(model.ffns_of, range(model.layers))
+        by_layer = [firings[of_layer.start : of_layer.stop] for of_layer in ffns]
         firing_shares = FiringShares(
             tuple(_mean(each.activity for each in layer) for layer in by_layer),
             tuple(_mean(each.fired for each in layer) for layer in by_layer),
@@ -162,7 +167,7 @@ def synthesize(
         return writer.publish()
 
 
-def _experts(maker: NeuronMaker, layer: int, read: LayerInput, routed: Array) -> Iterator[Neurons]:
+def _experts(maker: NeuronMaker, first_ffn: int, read: LayerInput, routed: Array) -> Iterator[Neurons]:
     """Yield a layer's feed-forwards in order, while the next experts, up to MAX_AHEAD_NEURONS, are computed.
 
     routed: shares of the experts [tokens, experts]
@@ -170,7 +175,7 @@ def _experts(maker: NeuronMaker, layer: int, read: LayerInput, routed: Array) ->
     pending: deque[Pending] = deque()
     ahead = MAX_AHEAD_NEURONS // len(read.shares)
     for expert in range(routed.shape[1]):
-        pending.append(maker.begin(layer * routed.shape[1] + expert, read, routed[:, expert] > 0))
+        pending.append(maker.begin(first_ffn + expert, read, routed[:, expert] > 0))
         if len(pending) > ahead:
             yield pending.popleft().result()
     while pending:
