@@ -109,6 +109,7 @@ class ModelSpec:
     """An architecture with its sizes. Raises SpecError if fields contradict each other or are out of range.
 
     family: name of the family in plans/models/, only for messages and tables
+    width: number of elements of the residual stream
     neurons: neurons of one expert's feed-forward
     experts: experts of each layer among which its router chooses; a dense model has one
     experts_per_token: how many of them compute a token
@@ -119,6 +120,7 @@ class ModelSpec:
         of each of two experts is its softmax among those whose values are near its own, the first one left out for the
         second: (v - u) / max(|u|, v) is at most twice `router_jitter`
     choosing_bias: experts are chosen by score plus a bias of each expert, which does not change the shares
+    normalized_shares: the scores of the chosen experts are divided by their sum
     router_groups: groups of consecutive experts; a token's experts are in those with the greatest sum of two scores
     groups_per_token: how many groups a token's experts are in
     router_reads: input of the router: the normed input of the feed-forward, or the layer's input unchanged

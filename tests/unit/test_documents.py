@@ -12,6 +12,7 @@ NORMATIVE = ("protocol/SPEC.md", "plans/package/FORMAT.md")
 GENERATED = (
     "launch/guide/options.md",
     "launch/guide/api.md",
+    "plans/package/MODEL.md",
     "tests/bench/results/README.md",
     "tests/bench/results/simulated-paper.md",
 )

@@ -1,4 +1,4 @@
-"""How a GGUF file describes a mixture: its keys, and what the presence and the shapes of tensors say of each layer."""
+"""The description of a mixture in a GGUF file: its keys, and what the tensors that exist say of each layer."""
 
 from __future__ import annotations
 

@@ -1,0 +1,21 @@
+"""The page of a manifest's section `model` is what ModelSpec declares."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.model_reference import FILE, page
+
+
+def test_the_page_of_model_fields_is_current() -> None:
+    wanted = page()
+    assert FILE.read_text(encoding="utf-8") == wanted, (
+        "run `python -m neuronpipe.plans.package.model_reference --write`"
+    )
+
+
+def test_every_field_of_a_model_is_described() -> None:
+    rows = dict(line.split(" | ", 1) for line in page().splitlines() if line.startswith("| `"))
+    for field in fields(ModelSpec):
+        assert len(rows[f"| `{field.name}`"].split(" | ")[-1].split()) > 2, field.name
