@@ -416,8 +416,8 @@ typedef struct {
     uint32_t quants, scales;  /* places in the slot */
     uint32_t rows, columns;
     int32_t type;             /* of the rows in the slot */
-    const uint64_t *offsets;  /* [layers] of the first expert's rows in the reader's files */
-    const int32_t *encodings; /* [layers] NP_GGUF_* */
+    const uint64_t *offsets;  /* [runs] of the first expert's rows in the reader's files */
+    const int32_t *encodings; /* [runs] NP_GGUF_* */
 } np_source_matrix;
 typedef struct {
     uint64_t bytes;
@@ -425,10 +425,11 @@ typedef struct {
 } np_source_file;
 typedef struct {
     np_source_matrix gate, up, down; /* gate is the trigger part, the others are the value part */
-    uint32_t layers, experts;
+    uint32_t runs;                   /* of experts of one layer whose rows follow one another */
+    const uint32_t *first_experts;   /* [runs+1] of each run, counted through all layers; then the number of all experts */
     const np_source_file *files; /* [file_count] the reader's files. Nothing is published that was read from one that differs */
     uint32_t file_count;
-    uint32_t *checksums; /* [layers*experts][2] crc32c of each part's pieces; 0: not known, and set by the first read. The loader is the only writer */
+    uint32_t *checksums; /* [experts of all layers][2] crc32c of each part's pieces; 0: not known, and set by the first read. The loader is the only writer */
 } np_source;
 typedef struct {
     uint64_t base_offset, stride_bytes; /* of the bundle file */

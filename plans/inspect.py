@@ -17,6 +17,7 @@ from neuronpipe.plans.package.layout import Part
 from neuronpipe.plans.package.manifest import DEFAULT_RECALL, PREDICTOR, Manifest, Predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
+from neuronpipe.plans.package.source_experts import SHARED
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_tensors, fixed_vectors
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.quantization_choice import why
@@ -160,7 +161,9 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
     kinds["predictor"] = manifest.files[PREDICTOR].bytes if manifest.predictor else 0
     cluster_bytes = sum(piece[-1] for piece in layout.pieces(manifest.quantization, model.width))
     neurons_bytes = cluster_bytes * model.neurons * model.ffns // layout.cluster_neurons
-    kinds["neurons"] = 0 if manifest.source_experts is not None else neurons_bytes
+    shared = manifest.files.get(SHARED)
+    own_bytes = 0 if shared is None else shared.bytes
+    kinds["neurons"] = own_bytes if manifest.source_experts is not None else neurons_bytes
     kinds["padding"] = 0 if manifest.source_experts is not None else manifest.files["bundles.bin"].bytes - neurons_bytes
     total = sum(entry.bytes for entry in manifest.files.values())
     return {**kinds, "other": total - sum(kinds.values()), "total": total}
@@ -341,7 +344,7 @@ def _in_place_lines(description: dict[str, Any]) -> list[str]:
     lines += [f"  {escaped(file['path'])}  {file['bytes'] / MIB:,.1f} MiB" for file in experts["files"]]
     for name, layers in experts["matrices"].items():
         encodings = Counter(rows["encoding"] for rows in layers)
-        stored = ", ".join(f"{encoding} in {count} layers" for encoding, count in encodings.most_common())
+        stored = ", ".join(f"{encoding} {count} times" for encoding, count in encodings.most_common())
         lines.append(
             f"  {name:<5} {quantizations.get(name, description['quantization'])} in memory; stored as {stored}"
         )

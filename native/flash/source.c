@@ -19,17 +19,31 @@ static const np_source_matrix *matrix_of(const np_source *source, uint32_t numbe
     return all[number];
 }
 
-/* The bytes of one expert's rows of a matrix in a layer. */
-static uint64_t stored_bytes(const np_source_matrix *matrix, uint32_t layer)
+/* The bytes of one expert's rows of a matrix in a run. */
+static uint64_t stored_bytes(const np_source_matrix *matrix, uint32_t run)
 {
-    return (uint64_t)matrix->rows * np_gguf_row_bytes(matrix->encodings[layer], matrix->columns);
+    return (uint64_t)matrix->rows * np_gguf_row_bytes(matrix->encodings[run], matrix->columns);
+}
+
+/* The run that an expert belongs to. */
+static uint32_t run_of(const np_source *source, uint32_t expert)
+{
+    uint32_t first = 0, end = source->runs;
+    while (end - first > 1) {
+        const uint32_t middle = first + (end - first) / 2;
+        if (source->first_experts[middle] <= expert)
+            first = middle;
+        else
+            end = middle;
+    }
+    return first;
 }
 
 /* The read of an expert's rows of one matrix. */
 static np_source_read read_of(const np_source *source, const np_source_matrix *matrix, uint32_t id, uint32_t staged)
 {
-    const uint32_t layer = id / source->experts;
-    const uint64_t bytes = stored_bytes(matrix, layer), offset = matrix->offsets[layer] + id % source->experts * bytes;
+    const uint32_t run = run_of(source, id);
+    const uint64_t bytes = stored_bytes(matrix, run), offset = matrix->offsets[run] + (id - source->first_experts[run]) * bytes;
     const uint64_t first = offset / PAGE * PAGE, end = (offset + bytes + PAGE - 1) / PAGE * PAGE;
     return (np_source_read){.offset = first, .bytes = (uint32_t)(end - first), .skipped_bytes = (uint32_t)(offset - first),
                             .needed_bytes = (uint32_t)(offset + bytes - first), .staged = staged};
@@ -39,11 +53,11 @@ static np_source_read read_of(const np_source *source, const np_source_matrix *m
 static uint64_t staging_bytes(const np_source *source, uint32_t part)
 {
     uint64_t most = 0;
-    for (uint32_t layer = 0; layer < source->layers; layer++) {
+    for (uint32_t run = 0; run < source->runs; run++) {
         uint64_t all = 0;
         for (uint32_t i = 0; i < NP_SOURCE_READS; i++)
             if (matrix_of(source, i)->part == part)
-                all += (stored_bytes(matrix_of(source, i), layer) + PAGE - 1) / PAGE * PAGE + PAGE;
+                all += (stored_bytes(matrix_of(source, i), run) + PAGE - 1) / PAGE * PAGE + PAGE;
         most = all > most ? all : most;
     }
     return most;
@@ -56,22 +70,34 @@ static int is_matrix_valid(const np_source *source, const np_source_matrix *matr
     const uint64_t scales = (uint64_t)matrix->rows * np_scale_bytes(matrix->type, matrix->columns);
     if (matrix->part != (uint32_t)part || !quants || matrix->quants + quants > config->slot_bytes || matrix->scales + scales > config->slot_bytes)
         return 0;
-    for (uint32_t layer = 0; layer < source->layers; layer++) {
-        const uint64_t offset = matrix->offsets[layer], place = np_place_in_file(offset), bytes = stored_bytes(matrix, layer);
-        if (!bytes || bytes > INT32_MAX || !np_gguf_fits(matrix->encodings[layer], matrix->type) || np_file_number(offset) >= source->file_count)
+    for (uint32_t run = 0; run < source->runs; run++) {
+        const uint64_t offset = matrix->offsets[run], place = np_place_in_file(offset), bytes = stored_bytes(matrix, run);
+        const uint32_t experts = source->first_experts[run + 1] - source->first_experts[run];
+        if (!bytes || bytes > INT32_MAX || !np_gguf_fits(matrix->encodings[run], matrix->type) || np_file_number(offset) >= source->file_count)
             return 0;
         const uint64_t file_bytes = source->files[np_file_number(offset)].bytes;
-        if (file_bytes >> NP_FILE_SHIFT || place > file_bytes || (file_bytes - place) / source->experts < bytes)
+        if (file_bytes >> NP_FILE_SHIFT || place > file_bytes || (file_bytes - place) / experts < bytes)
             return 0;
     }
     return 1;
+}
+
+/* True if every run has experts, and all runs together one for each cluster. */
+static int are_runs_valid(const np_source *source, uint32_t cluster_count)
+{
+    if (!source->runs || source->first_experts[0])
+        return 0;
+    for (uint32_t run = 0; run < source->runs; run++)
+        if (source->first_experts[run + 1] <= source->first_experts[run])
+            return 0;
+    return source->first_experts[source->runs] == cluster_count;
 }
 
 int np_is_source_valid(const np_loader_reading *reading, const np_loader_part *parts, const np_reader *reader)
 {
     const np_source *source = reading->source;
     return reader->depth >= NP_SOURCE_READS && PAGE % reader->alignment == 0 && !reading->warm_up_reads && !parts[NP_VALUE].moved_bytes &&
-           source->experts && source->checksums && (uint64_t)source->layers * source->experts == parts[NP_TRIGGER].cluster_count &&
+           source->checksums && are_runs_valid(source, parts[NP_TRIGGER].cluster_count) &&
            source->file_count == reader->file_count && is_matrix_valid(source, &source->gate, NP_TRIGGER, &parts[NP_TRIGGER]) &&
            is_matrix_valid(source, &source->up, NP_VALUE, &parts[NP_VALUE]) && is_matrix_valid(source, &source->down, NP_VALUE, &parts[NP_VALUE]) &&
            staging_bytes(source, NP_TRIGGER) <= reading->most_read_bytes && staging_bytes(source, NP_VALUE) <= reading->most_read_bytes;
@@ -141,7 +167,7 @@ static int convert_part(const np_loader *loader, const np_flight *flight, const 
     for (uint32_t i = 0; i < NP_SOURCE_READS; i++) {
         const np_source_matrix *matrix = matrix_of(source, i);
         if (matrix->part == claim->part &&
-            np_unpack_gguf_rows(matrix->encodings[claim->id / source->experts], rows_of(flight, i), matrix->rows, matrix->columns, matrix->type,
+            np_unpack_gguf_rows(matrix->encodings[run_of(source, claim->id)], rows_of(flight, i), matrix->rows, matrix->columns, matrix->type,
                                 slot + matrix->quants, slot + matrix->scales) != NP_OK)
             return 0;
     }

@@ -9,12 +9,14 @@ import numpy as np
 from neuronpipe.plans.convert.checkpoint import Checkpoint, ffn_name
 from neuronpipe.plans.convert.checkpoint_pieces import Piece
 from neuronpipe.plans.convert.encodings import can_unpack, decode_stored, same_values, unpack_gguf
+from neuronpipe.plans.convert.experts_in_place import shared_rows
 from neuronpipe.plans.convert.importance import ByColumn, Importance
 from neuronpipe.plans.convert.journal import Squares
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.convert.stored_tensors import RowNumbers, StoredMatrix
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.source_experts import MATRICES, expert_bytes
 from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.plans.package.writer import PackageWriter, Rows
 from neuronpipe.protocol.errors import UserError
@@ -118,6 +120,8 @@ class Work:
                     self.writer.matrix(name, self._rows(kind, quantization, part, rows, self._importance_of(name)))
         for expert, order in enumerate(() if self._in_place else piece.orders):
             self._neurons(piece.layer, expert, order)
+        if self._in_place and piece.layer is not None:
+            self._shared_rows(piece.layer)
         for ffn, order in zip(self._ffns(piece), piece.orders, strict=True):
             self._predictor(ffn, order)
 
@@ -184,6 +188,21 @@ class Work:
                     self._encode("down", quantizations["down"], down, columns[written : written + len(rows)]),
                 )
                 written += len(rows)
+
+    def _shared_rows(self, layer: int) -> None:
+        """Write the rows of experts that compute every token, where the others are read in place."""
+        manifest, experts = self.manifest, self.manifest.source_experts
+        assert experts is not None
+        for run, (of_layer, first, count) in enumerate(manifest.model.runs):
+            for matrix in MATRICES if of_layer == layer else ():
+                place = experts.matrices[matrix][run]
+                if place.file < len(experts.files):
+                    continue
+                size_bytes = expert_bytes(place.encoding, manifest.layout, matrix, manifest.model.width)
+                for number in range(count):
+                    name = ffn_name(manifest.model, f"layers.{layer}", first + number, matrix)
+                    rows = shared_rows(self._matrices[name][0])
+                    self.writer.shared_rows(place.offset + number * size_bytes, rows)
 
     def _importance_of(self, name: str) -> ByColumn | None:
         return None if self.importance is None else self.importance.by_matrix.get(name)

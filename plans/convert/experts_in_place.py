@@ -1,30 +1,37 @@
 """Mixtures in GGUF files whose experts a package can read in place, so that only the rest of the model is converted.
 
 In such a file the rows of an expert's gate, up and down matrix are contiguous. An expert that is needed whole can
-therefore be read from there, and the loader converts its rows to the types that the engine computes with.
+therefore be read from there, and the loader converts its rows to the types that the engine computes with. Experts that
+compute every token lie in one feed-forward there: the package has its parts in a file of its own, encoded in the same
+way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 from neuronpipe.native import ROW_TYPES, lib
 from neuronpipe.plans.convert.checkpoint import Checkpoint, ffn_name
-from neuronpipe.plans.convert.encodings import can_unpack
+from neuronpipe.plans.convert.encodings import can_unpack, row_bytes
 from neuronpipe.plans.convert.source_file import SourceFile
-from neuronpipe.plans.convert.stored_tensors import StoredMatrix
-from neuronpipe.plans.package.layout import Layout, Quantization, expert_layout, reads_inputs_of
+from neuronpipe.plans.convert.stored_tensors import ColumnPart, StoredMatrix
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization, expert_layout, reads_inputs_of
 from neuronpipe.plans.package.source_experts import (
+    GGUF_TYPES,
     MATRICES,
     MAX_HEADER_BYTES,
     SourceEntry,
     SourceExperts,
     SourceRows,
+    expert_bytes,
     read_bytes,
 )
 from neuronpipe.protocol.frozen import frozen
+from numpy.typing import NDArray
 
 MAX_EXPERT_BYTES = 24 << 20  # eight experts are read at once, and their buffers count in the memory limit
+OTHERWISE = "Q8_0"  # encoding of parts of shared experts that cannot stay as they are stored
 SLOT_QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "iq4", "mxfp4", "q4k", "q5k", "q6k", "q8")
 
 
@@ -51,25 +58,72 @@ def experts_in_place(checkpoint: Checkpoint) -> ExpertsInPlace | str:
         return reason
     model, quantizations = checkpoint.model, _slot_quantizations(checkpoint)
     if quantizations is None:
-        encodings = sorted({part.encoding for part in _all_experts(checkpoint)})
+        encodings = sorted({_encoding(part) for part in _all_experts(checkpoint)})
         return f"experts in {', '.join(encodings)} are not computed with as they are stored"
+    layout = _layout(checkpoint, quantizations)
     headers = _header_bytes(checkpoint)
     files = sorted({part.file.path for part in _all_experts(checkpoint)})
-    matrices: dict[str, tuple[SourceRows, ...]] = {}
-    for matrix in MATRICES:
-        firsts = [_expert(checkpoint, layer, 0, matrix) for layer in range(model.layers)]
-        matrices[matrix] = tuple(SourceRows(files.index(m.file.path), m.offset, m.encoding) for m in firsts)
-    reads = {matrix: _read_bytes(checkpoint, matrix) for matrix in MATRICES}
+    matrices: dict[str, list[SourceRows]] = {matrix: [] for matrix in MATRICES}
+    own_bytes = 0  # of shared.bin so far
+    for layer, first, count in model.runs:
+        for matrix in MATRICES:
+            stored = _expert(checkpoint, layer, first, matrix)
+            if is_shared(stored):
+                rows = SourceRows(len(files), own_bytes, _encoding(stored))
+                own_bytes += count * expert_bytes(rows.encoding, layout, matrix, model.width)
+            else:
+                rows = SourceRows(files.index(stored.file.path), stored.offset, stored.encoding)
+            matrices[matrix].append(rows)
     return ExpertsInPlace(
-        SourceExperts(tuple(SourceEntry.of(path, headers[str(path)]) for path in files), matrices),
-        expert_layout(
-            model.width,
-            model.neurons,
-            quantizations,
-            trigger_read_bytes=max(reads["gate"]),
-            value_read_bytes=max(map(sum, zip(reads["up"], reads["down"], strict=True))),
+        SourceExperts(
+            tuple(SourceEntry.of(path, headers[str(path)]) for path in files),
+            {matrix: tuple(rows) for matrix, rows in matrices.items()},
         ),
+        layout,
         quantizations,
+    )
+
+
+def is_shared(stored: StoredMatrix) -> bool:
+    """Return True if a matrix is a part of a larger one, whose rows the package has in its own file."""
+    return stored.order is not None or isinstance(stored, ColumnPart)
+
+
+def shared_rows(stored: StoredMatrix) -> NDArray[np.uint8]:
+    """Return the rows of a matrix for which `is_shared` is true, [rows, row bytes], as shared.bin has them: as stored
+    if its columns are whole blocks, else encoded in Q8_0."""
+    numbers = np.arange(stored.rows, dtype=np.int64)
+    if _encoding(stored) != stored.encoding:
+        from gguf import GGMLQuantizationType  # the library is slow to import
+        from gguf.quants import quantize
+
+        encoded: NDArray[np.uint8] = quantize(stored.values(numbers), GGMLQuantizationType[OTHERWISE])
+        return encoded
+    return stored.stored(numbers)
+
+
+def _encoding(stored: StoredMatrix) -> str:
+    """Return the encoding in which the rows of an expert are read."""
+    if not is_shared(stored):
+        return stored.encoding
+    is_whole = not isinstance(stored, ColumnPart) or stored.has_whole_blocks
+    return stored.encoding if is_whole and stored.encoding in GGUF_TYPES else OTHERWISE
+
+
+def _layout(checkpoint: Checkpoint, quantizations: Mapping[str, Quantization]) -> Layout:
+    model = checkpoint.model
+
+    def sizes(matrix: str) -> list[int]:
+        rows, columns = (model.width, model.neurons) if matrix == "down" else (model.neurons, model.width)
+        of_runs = (_encoding(_expert(checkpoint, layer, first, matrix)) for layer, first, _ in model.runs)
+        return [read_bytes(rows * (row_bytes(encoding, columns) or 0)) for encoding in of_runs]
+
+    return expert_layout(
+        model.width,
+        model.neurons,
+        quantizations,
+        trigger_read_bytes=max(sizes("gate")),
+        value_read_bytes=max(map(sum, zip(sizes("up"), sizes("down"), strict=True))),
     )
 
 
@@ -91,23 +145,25 @@ def _refusal(checkpoint: Checkpoint) -> str | None:
         return "its experts are not needed whole, so they are stored by neuron"
     if checkpoint.down_by_neuron:
         return "its experts are stored in a form of their own"
-    if model.experts_differ:
-        return "experts that compute every token are stored as one feed-forward"
+    if model.experts_differ and model.neurons % GROUP_WEIGHTS:
+        return f"its shared experts cannot be divided into parts of {model.neurons} neurons as they are stored"
     largest_bytes = 0
-    for layer in range(model.layers):
-        expert_bytes = 0
+    for layer, first_expert, count in model.runs:
+        one_bytes = 0
         for matrix in MATRICES:
-            first = _expert(checkpoint, layer, 0, matrix)
+            first = _expert(checkpoint, layer, first_expert, matrix)
             size_bytes = first.rows * first.stride_bytes
-            expert_bytes += size_bytes
-            for expert in range(model.experts):
-                stored = _expert(checkpoint, layer, expert, matrix)
+            one_bytes += size_bytes
+            if is_shared(first):
+                continue
+            for expert in range(count):
+                stored = _expert(checkpoint, layer, first_expert + expert, matrix)
                 is_next = (stored.offset, stored.encoding) == (first.offset + expert * size_bytes, first.encoding)
                 if type(stored.file) is not SourceFile or stored.order is not None:
                     return "its experts are not on this disk as they are needed"
                 if not is_next or stored.file.path != first.file.path:
                     return "its experts do not follow one another in the file"
-        largest_bytes = max(largest_bytes, expert_bytes)
+        largest_bytes = max(largest_bytes, one_bytes)
     if largest_bytes > MAX_EXPERT_BYTES:
         return f"an expert takes {largest_bytes >> 20} MiB, too much to be read as a whole"
     return None
@@ -119,7 +175,7 @@ def _slot_quantizations(checkpoint: Checkpoint) -> dict[str, Quantization] | Non
     model = checkpoint.model
     chosen: dict[str, Quantization] = {}
     for matrix in MATRICES:
-        stored = [_expert(checkpoint, layer, 0, matrix) for layer in range(model.layers)]
+        stored = [_expert(checkpoint, layer, first, matrix) for layer, first, _ in model.runs]
         fitting = [choice for choice in SLOT_QUANTIZATIONS if all(_fits(part, choice) for part in stored)]
         if not fitting:
             return None
@@ -131,13 +187,7 @@ def _slot_quantizations(checkpoint: Checkpoint) -> dict[str, Quantization] | Non
 
 def _fits(stored: StoredMatrix, quantization: Quantization) -> bool:
     is_whole = lib.np_quant_bytes(ROW_TYPES[quantization], stored.columns) > 0 and stored.stride_bytes > 0
-    return is_whole and can_unpack(stored.encoding, quantization)
-
-
-def _read_bytes(checkpoint: Checkpoint, matrix: str) -> list[int]:
-    """Return the most bytes of a read of one expert's rows of a matrix, by layer."""
-    stored = [_expert(checkpoint, layer, 0, matrix) for layer in range(checkpoint.model.layers)]
-    return [read_bytes(part.rows * part.stride_bytes) for part in stored]
+    return is_whole and can_unpack(_encoding(stored), quantization)
 
 
 def _header_bytes(checkpoint: Checkpoint) -> dict[str, int]:

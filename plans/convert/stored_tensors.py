@@ -116,7 +116,7 @@ class StoredMatrix:
 
 @frozen
 class ColumnPart(StoredMatrix):
-    """Some columns of a matrix. Only its values can be read, and that reads whole rows."""
+    """Some columns of a matrix. Columns that do not exist are zeros. Every read is of whole rows."""
 
     whole: StoredMatrix = field(kw_only=True)
     first_column: int = field(kw_only=True)
@@ -124,6 +124,17 @@ class ColumnPart(StoredMatrix):
     @property
     def stride_bytes(self) -> int:
         return self.whole.stride_bytes
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """True if the encoding's blocks do not cross the bounds of the part."""
+        return all(row_bytes(self.encoding, count) is not None for count in (self.first_column, self.columns))
+
+    def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
+        """Return the bytes of some rows. Only for parts that have whole blocks."""
+        first_byte, size_bytes = (row_bytes(self.encoding, count) or 0 for count in (self.first_column, self.columns))
+        part = self.whole.stored(rows)[:, first_byte : first_byte + size_bytes]
+        return np.pad(part, ((0, 0), (0, size_bytes - part.shape[1])))
 
     def values(self, rows: RowNumbers) -> NDArray[np.float32]:
         part = self.whole.values(rows)[:, self.first_column : self.first_column + self.columns]

@@ -305,6 +305,25 @@ class ModelSpec:
         layer = bisect.bisect_right(self.first_ffns, ffn) - 1
         return layer, ffn - self.first_ffns[layer]
 
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(layer, number of the first expert, how many) of all experts of a layer that its router chooses from, and of
+        those that compute every token; in ascending order."""
+        runs: list[tuple[int, int, int]] = []
+        for layer, experts in enumerate(self.expert_counts):
+            routed = self.routed_experts(layer)
+            runs += [(layer, 0, routed)] if routed else []
+            runs += [(layer, routed, experts - routed)] if experts > routed else []
+        return tuple(runs)
+
+    def run_of(self, layer: int, expert: int) -> int:
+        """Return the number of the run in `runs` that an expert belongs to."""
+        return next(
+            number
+            for number, (of, first, count) in enumerate(self.runs)
+            if of == layer and first <= expert < first + count
+        )
+
     @property
     def places(self) -> Iterator[tuple[int, int]]:
         """(layer, expert) of every feed-forward, in ascending order."""

@@ -24,6 +24,7 @@ from neuronpipe.plans.package.manifest import (
 )
 from neuronpipe.plans.package.parsing.parse import read_manifest, require_package
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
+from neuronpipe.plans.package.source_experts import SHARED
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 from neuronpipe.plans.uncached_read import forget, passing
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
@@ -74,6 +75,15 @@ class Package:
         """Path of the file with neurons, for messages: bundles.bin, or the first file with experts."""
         experts = self.manifest.source_experts
         return self.bundles_path if experts is None else Path(experts.files[0].path)
+
+    @property
+    def neuron_files(self) -> tuple[Path, ...]:
+        """Paths of all files that neurons are read from, in the order of their numbers."""
+        experts = self.manifest.source_experts
+        if experts is None:
+            return (self.bundles_path,)
+        own = (self.path / SHARED,) if SHARED in self.manifest.files else ()
+        return (*(Path(file.path) for file in experts.files), *own)
 
     @property
     def checksums_path(self) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from neuronpipe.native import lib
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout, pages
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.plans.uncached_read import passing
@@ -15,6 +16,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 MATRICES = ("gate", "up", "down")
+SHARED = "shared.bin"  # the package's own file with rows of experts that compute every token
 MAGIC = b"GGUF"
 MAX_FILES = 1000
 MAX_FILE_BYTES = 1 << 47  # the loader's offsets have 48 bits for the place in a file
@@ -95,9 +97,9 @@ def header_digest(path: Path, header_bytes: int) -> str:
 
 @frozen(slots=True)
 class SourceRows:
-    """Position of one layer's experts of a matrix.
+    """Position of a matrix's rows of a run of experts.
 
-    file: number in `SourceExperts.files`
+    file: number in `SourceExperts.files`; the number after the last one is the package's own shared.bin
     offset: position of the first expert's rows, which those of the others follow
     encoding: GGUF's name
     """
@@ -109,7 +111,7 @@ class SourceRows:
 
 @frozen(slots=True)
 class SourceExperts:
-    """Positions of all experts; matrices: by name, then layer."""
+    """Positions of all experts; matrices: by name, then run (`ModelSpec.runs`)."""
 
     files: tuple[SourceEntry, ...]
     matrices: Mapping[str, tuple[SourceRows, ...]]
@@ -119,13 +121,14 @@ class SourceExperts:
         for file in self.files:
             file.require_unchanged()
 
-    def fault(self, layer: int, where: str) -> str:
-        """Return why an expert of a layer could not be read. where: the expert, for people."""
+    def fault(self, run: int, where: str) -> str:
+        """Return why an expert of a run could not be read. where: the expert, for people."""
         try:
             self.require_unchanged()
         except UserError as error:
             return str(error)
-        paths = dict.fromkeys(self.files[layers[layer].file].path for layers in self.matrices.values())
+        numbers = dict.fromkeys(runs[run].file for runs in self.matrices.values())
+        paths = [self.files[number].path if number < len(self.files) else SHARED for number in numbers]
         return (
             f"{', '.join(paths)}: {where}: cannot be read, is damaged, or differs from the first read; if the file "
             "is intact, remove the package of it and name the file again"
@@ -139,22 +142,40 @@ def expert_bytes(encoding: str, layout: Layout, matrix: str, width: int) -> int:
     return rows * row_bytes
 
 
+def shared_bytes(experts: SourceExperts | None, model: ModelSpec, layout: Layout) -> int:
+    """Return the length of shared.bin, which is 0 if there is none."""
+    if experts is None:
+        return 0
+    ends = (
+        rows.offset + model.runs[run][2] * expert_bytes(rows.encoding, layout, matrix, model.width)
+        for matrix, runs in experts.matrices.items()
+        for run, rows in enumerate(runs)
+        if rows.file == len(experts.files)
+    )
+    return max(ends, default=0)
+
+
 def read_bytes(size_bytes: int) -> int:
     """Return the most bytes of whole pages that hold `size_bytes` bytes, wherever they begin; a multiple of a page."""
     return (pages(size_bytes) + 1) * PAGE_BYTES
 
 
-def parse_source_experts(record: Record, layers: int) -> SourceExperts:
-    """Return the section `source_experts` of a manifest. Raises UserError for values that are out of range."""
+def parse_source_experts(record: Record, runs: int, shared_bytes: int | None) -> SourceExperts:
+    """Return the section `source_experts` of a manifest. Raises UserError for values that are out of range.
+
+    runs: number of runs of experts
+    shared_bytes: length of shared.bin; None: the package has none
+    """
     files = tuple(_parse_file(file) for file in record.records("files"))
     if not 1 <= len(files) <= MAX_FILES:
         record.fail("files", f"{len(files)} files; expected 1 to {MAX_FILES}")
     by_name = record.record("matrices")
     matrices = {}
     for name in MATRICES:
-        rows = tuple(_parse_rows(of_layer, files) for of_layer in by_name.records(name))
-        if len(rows) != layers:
-            by_name.fail(name, f"{len(rows)} layers, but the model has {layers}")
+        lengths = [file.bytes for file in files] + ([] if shared_bytes is None else [shared_bytes])
+        rows = tuple(_parse_rows(of_run, lengths) for of_run in by_name.records(name))
+        if len(rows) != runs:
+            by_name.fail(name, f"{len(rows)} runs of experts, but the model has {runs}")
         matrices[name] = rows
     by_name.finish()
     record.finish()
@@ -177,8 +198,8 @@ def _parse_file(record: Record) -> SourceEntry:
     return entry
 
 
-def _parse_rows(record: Record, files: tuple[SourceEntry, ...]) -> SourceRows:
-    file = record.integer("file", 0, len(files) - 1)
-    rows = SourceRows(file, record.integer("offset", 0, files[file].bytes), record.choice("encoding", *GGUF_TYPES))
+def _parse_rows(record: Record, lengths: list[int]) -> SourceRows:
+    file = record.integer("file", 0, len(lengths) - 1)
+    rows = SourceRows(file, record.integer("offset", 0, lengths[file]), record.choice("encoding", *GGUF_TYPES))
     record.finish()
     return rows

@@ -28,6 +28,7 @@ from neuronpipe.plans.package.manifest import (
 )
 from neuronpipe.plans.package.reader import Package, sha256_of
 from neuronpipe.plans.package.safetensors_header import build_header, file_bytes
+from neuronpipe.plans.package.source_experts import SHARED, shared_bytes
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -79,7 +80,8 @@ def package_bytes(manifest: Manifest) -> int:
     """Return the size of a package's tensors, neurons and checksums on disk."""
     stride_bytes = 0 if manifest.source_experts is not None else manifest.layout.cluster_stride_bytes
     tensors_bytes = sum(file_bytes(tensors) for tensors in _tensor_files(manifest).values())
-    return tensors_bytes + manifest.clusters * (stride_bytes + CHECKSUM_BYTES)
+    own_bytes = shared_bytes(manifest.source_experts, manifest.model, manifest.layout)
+    return tensors_bytes + manifest.clusters * (stride_bytes + CHECKSUM_BYTES) + own_bytes
 
 
 def _tensor_files(manifest: Manifest) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
@@ -166,6 +168,9 @@ class PackageWriter:
         self._tensors = {name: _TensorFile(tensors) for name, tensors in _tensor_files(manifest).items()}
         self._clusters = 0
         self._in_place = manifest.source_experts is not None
+        self._neuron_files: tuple[str, ...] = (BUNDLES, CHECKSUMS)
+        if self._in_place:
+            self._neuron_files = (SHARED, CHECKSUMS) if manifest.model.experts_differ else (CHECKSUMS,)
 
     def __enter__(self) -> PackageWriter:
         with ExitStack() as stack:
@@ -177,7 +182,7 @@ class PackageWriter:
                 (path / CHECKSUMS).unlink(missing_ok=True)
             self._files: dict[str, BinaryIO] = {
                 name: stack.enter_context((path / name).open("r+b" if (path / name).exists() else "wb"))
-                for name in (*self._tensors, *((CHECKSUMS,) if self._in_place else (BUNDLES, CHECKSUMS)))
+                for name in (*self._tensors, *self._neuron_files)
             }
             for name, tensors in self._tensors.items():
                 tensors.begin(self._files[name])
@@ -253,6 +258,12 @@ class PackageWriter:
         self._files[BUNDLES].write(packed.data)
         self._files[CHECKSUMS].write(cluster_checksums(packed, self._manifest.layout).data)
         self._clusters += len(packed)
+
+    def shared_rows(self, offset: int, rows: NDArray[np.uint8]) -> None:
+        """Write rows of experts that compute every token into shared.bin. offset: their place in the file"""
+        file = self._files[SHARED]
+        file.seek(offset)
+        file.write(np.ascontiguousarray(rows).data)
 
     def complete(
         self,

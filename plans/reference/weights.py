@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -46,10 +45,10 @@ class PackageWeights:
     def __init__(self, package: Package) -> None:
         self._package, self._manifest, self.model = package, package.manifest, package.manifest.model
         self._fixed: NDArray[np.uint8] = np.memmap(package.fixed_path, mode="r", dtype=np.uint8)
-        experts = self._manifest.source_experts
-        neurons = [package.bundles_path] if experts is None else [Path(file.path) for file in experts.files]
-        self._files: list[NDArray[np.uint8]] = [np.memmap(path, mode="r", dtype=np.uint8) for path in neurons]
-        if experts is None:
+        self._files: list[NDArray[np.uint8]] = [
+            np.memmap(path, mode="r", dtype=np.uint8) for path in package.neuron_files
+        ]
+        if self._manifest.source_experts is None:
             self._checksums = np.frombuffer(package.checksums(), dtype="<u4").reshape(-1, 2)
 
     def vector(self, name: str) -> Array:
@@ -89,10 +88,11 @@ class PackageWeights:
 
     def _in_place(self, experts: SourceExperts, place: MatrixPlace, layer: int, expert: int) -> Array:
         """Return a matrix of an expert that is read in place, with the values that the engine computes with."""
-        manifest, stored = self._manifest, experts.matrices[place.name][layer]
+        manifest, run = self._manifest, self.model.run_of(layer, expert)
+        stored = experts.matrices[place.name][run]
         count, columns = manifest.layout.rows_and_columns(place.name, self.model.width)
         size_bytes = expert_bytes(stored.encoding, manifest.layout, place.name, self.model.width)
-        start = stored.offset + expert * size_bytes
+        start = stored.offset + (expert - self.model.runs[run][1]) * size_bytes
         source = np.ascontiguousarray(self._files[stored.file][start : start + size_bytes])
         quantization = place.quantization or manifest.quantization
         rows = unpack_gguf(stored.encoding, source.reshape(count, -1), columns, quantization)

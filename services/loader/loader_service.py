@@ -59,7 +59,7 @@ def load_fixed(package: Package, segment: Segment) -> None:
 def _open_reader(package: Package, flash: Flash) -> Any:
     """Return an np_reader of the files with neurons. Raises UserError if one cannot be opened."""
     experts = package.manifest.source_experts
-    first, *others = [str(package.bundles_path)] if experts is None else [file.path for file in experts.files]
+    first, *others = map(str, package.neuron_files)
     depth = flash.depth + flash.warm_up_reads if experts is None else lib.NP_SOURCE_READS * flash.depth
     error = ffi.new("int *")
     reader = lib.np_reader_open(os.fsencode(first), flash.engine.encode(), depth, error)

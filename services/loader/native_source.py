@@ -25,12 +25,20 @@ class NativeSource:
         manifest = package.manifest
         self.checksums = _map_checksums(package)
         files = [{"bytes": file.bytes, "modified_ns": file.modified_ns} for file in experts.files]
-        self._keep: list[Any] = [ffi.new("np_source_file[]", files)]
+        for path in package.neuron_files[len(files) :]:  # the package's own, of which the manifest knows the content
+            status = path.stat()
+            files.append({"bytes": status.st_size, "modified_ns": status.st_mtime_ns})
+        runs, model = manifest.model.runs, manifest.model
+        first_experts = [model.first_ffns[layer] + first for layer, first, _ in runs]
+        self._keep: list[Any] = [
+            ffi.new("np_source_file[]", files),
+            ffi.new("uint32_t[]", [*first_experts, model.ffns]),
+        ]
         matrices = {}
         for place in manifest.layout.matrices:
-            layers = experts.matrices[place.name]
-            offsets = ffi.new("uint64_t[]", [rows.file << lib.NP_FILE_SHIFT | rows.offset for rows in layers])
-            encodings = ffi.new("int32_t[]", [GGUF_TYPES[rows.encoding] for rows in layers])
+            of_runs = experts.matrices[place.name]
+            offsets = ffi.new("uint64_t[]", [rows.file << lib.NP_FILE_SHIFT | rows.offset for rows in of_runs])
+            encodings = ffi.new("int32_t[]", [GGUF_TYPES[rows.encoding] for rows in of_runs])
             self._keep += [offsets, encodings]
             rows, columns = manifest.layout.rows_and_columns(place.name, manifest.model.width)
             matrices[place.name] = {
@@ -49,8 +57,8 @@ class NativeSource:
             "np_source *",
             matrices
             | {
-                "layers": manifest.model.layers,
-                "experts": manifest.model.experts,
+                "runs": len(runs),
+                "first_experts": self._keep[1],
                 "files": self._keep[0],
                 "file_count": len(files),
                 "checksums": checksums,

@@ -250,7 +250,7 @@ class Participant:
         part = next(name for name, number in PARTS.items() if number == counters.damaged_part)
         n, experts = self._manifest.layout.cluster_neurons, self._manifest.source_experts
         if experts is not None:
-            return experts.fault(layer, where)
+            return experts.fault(self._manifest.model.run_of(layer, expert), where)
         return (
             f"bundles.bin: {where}, neurons {cluster * n} to {cluster * n + n - 1}: the {part} part "
             "cannot be read or does not match its checksum; convert the model again or copy the package again"

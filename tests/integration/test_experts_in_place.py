@@ -40,6 +40,21 @@ GPT_OSS_METADATA = {
     "gpt-oss.expert_used_count": 3,
     "gpt-oss.attention.sliding_window": 9,
 }
+GLM_METADATA = {
+    "glm4moe.expert_count": 8,
+    "glm4moe.expert_used_count": 3,
+    "glm4moe.expert_feed_forward_length": 64,
+    "glm4moe.expert_weights_scale": 1.8,
+    "glm4moe.expert_weights_norm": True,
+}
+GLM: Recipe = replace(
+    RECIPES["glm4moe"],
+    neurons=64,
+    experts=8,
+    shared=192,
+    config=RECIPES["glm4moe"].config
+    | {"n_routed_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 160, "n_shared_experts": 3},
+)
 PROMPT = [5, 17, 40, 7, 300]
 MOST = 12
 
@@ -109,12 +124,14 @@ def test_a_loader_that_dies_or_is_swapped_changes_no_token(shell: Shell, data: P
         (RECIPE, "Q5_0", 0),
         (RECIPES["gpt-oss"], "Q8_0", 0),
         (RECIPES["gpt-oss"], "MXFP4", 0),
+        (GLM, "Q8_0", 0),
+        (GLM, "Q4_0", 7),
     ],
 )
 def test_logits_agree_with_the_stored_weights(
     shell: Shell, data: Path, tmp_path: Path, recipe: Recipe, encoding: str, tensors_of_part: int
 ) -> None:
-    metadata = METADATA if recipe is RECIPE else GPT_OSS_METADATA
+    metadata = {"qwen3moe": METADATA, "glm4moe": GLM_METADATA}.get(recipe.name, GPT_OSS_METADATA)
     path = write_gguf(tmp_path / "m.gguf", recipe, encoding, metadata=metadata, tensors_of_part=tensors_of_part)
     text = tokens(recipe, 100)
     with shell.up(path, "--ffn-resident", "40%") as run, attach(run.path) as client:

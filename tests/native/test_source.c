@@ -52,8 +52,12 @@ static uint64_t matrix_bytes(int encoding, uint32_t rows, uint32_t columns)
 }
 
 /* Gates in the first file; up and down in the second, up to its last byte. */
+static uint32_t first_experts[LAYERS + 1];
+
 static void describe(void)
 {
+    for (uint32_t layer = 0; layer <= LAYERS; layer++)
+        first_experts[layer] = layer * EXPERTS;
     const uint64_t of_gate = matrix_bytes(NP_GGUF_Q8_0, NEURONS, WIDTH);
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
         gate_offsets[layer] = 77 + layer * of_gate;
@@ -67,7 +71,7 @@ static void describe(void)
         .gate = {NP_TRIGGER, 0, quants, NEURONS, WIDTH, NP_Q8, gate_offsets, q8_0},
         .up = {NP_VALUE, 0, quants, NEURONS, WIDTH, NP_Q8, up_offsets, q8_0},
         .down = {NP_VALUE, quants + scales, 2 * quants + scales, WIDTH, NEURONS, NP_Q8, down_offsets, of_down},
-        .layers = LAYERS, .experts = EXPERTS, .files = versions, .file_count = 2, .checksums = checksums,
+        .runs = LAYERS, .first_experts = first_experts, .files = versions, .file_count = 2, .checksums = checksums,
     };
     for (int part = 0; part < 2; part++) {
         const uint32_t slot_bytes = (part ? 2 : 1) * (quants + scales);
@@ -219,8 +223,9 @@ static void test_descriptions_are_checked(void)
     np_source right = source;
     const int32_t unknown[LAYERS] = {NP_GGUF_Q8_0, 99}, four[LAYERS] = {NP_GGUF_Q6_K, NP_GGUF_Q8_0};
     const uint64_t beyond[LAYERS] = {gate_offsets[0], FILE_BYTES - 5}, third[LAYERS] = {2 * OTHER, 2 * OTHER};
-    np_source wrong[9];
-    for (int i = 0; i < 9; i++)
+    const uint32_t too_many[LAYERS + 1] = {0, EXPERTS, LAYERS * EXPERTS + 1}, empty[LAYERS + 1] = {0, 0, LAYERS * EXPERTS};
+    np_source wrong[10];
+    for (int i = 0; i < 10; i++)
         wrong[i] = right;
     wrong[0].gate.encodings = unknown;
     wrong[1].gate.offsets = beyond;
@@ -228,10 +233,11 @@ static void test_descriptions_are_checked(void)
     wrong[3].up.quants = parts[NP_VALUE].slot_bytes;
     wrong[4].down.scales = parts[NP_VALUE].slot_bytes - 1;
     wrong[5].down.part = NP_TRIGGER;
-    wrong[6].experts = EXPERTS + 1;
+    wrong[6].first_experts = too_many;
+    wrong[9].first_experts = empty;
     wrong[7].file_count = 1;
     wrong[8].down.encodings = four; /* 96 weights are no block of 256 */
-    for (int i = 0; i < 9; i++) {
+    for (int i = 0; i < 10; i++) {
         source = wrong[i];
         REQUIRE(create("threads") == NULL);
         np_reader_close(reader);

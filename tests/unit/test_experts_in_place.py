@@ -15,10 +15,11 @@ from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
 from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
 from neuronpipe.plans.convert.experts_in_place import ExpertsInPlace, experts_in_place
 from neuronpipe.plans.lab.gguf_counterpart import PRESETS, write_gguf_counterpart
-from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.manifest import identity
 from neuronpipe.plans.package.parsing.parse import parse_manifest
 from neuronpipe.plans.package.reader import Package, neurons_file
+from neuronpipe.plans.package.source_experts import SHARED, shared_bytes
 from neuronpipe.plans.reference.weights import CheckpointWeights, PackageWeights
 from neuronpipe.protocol.errors import UserError
 
@@ -83,6 +84,40 @@ def test_values_are_those_of_the_file(tmp_path: Path, preset: str) -> None:
                 assert np.linalg.norm(ours - theirs) <= 0.03 * np.linalg.norm(theirs)
                 if preset in ("Q4_0", "Q8_0"):
                     np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("preset", "neurons", "dense_neurons", "in_memory"),
+    [
+        ("Q4_K_M", 256, 2, "q6k"),  # blocks of 256 columns: parts of Down stay as they are stored
+        ("Q4_K_M", 320, 4, "q8"),  # Down of the shared experts is in Q4_K or Q6_K, parts of it in Q8_0
+        ("Q8_0", 320, 3, "q8"),
+    ],
+)
+def test_shared_experts_and_layers_without_a_router_keep_their_values_too(
+    tmp_path: Path, preset: str, neurons: int, dense_neurons: int, in_memory: str
+) -> None:
+    kinds = (LayerKind(1, dense_experts=dense_neurons), LayerKind(2))
+    path = write(tmp_path, replace(MIXTURES["glm4moe"], neurons=neurons, layer_kinds=kinds), preset)
+    package = package_of(path, tmp_path / "p")
+    experts, model = package.manifest.source_experts, package.manifest.model
+    assert experts is not None
+    assert package.manifest.row_quantization("down") == in_memory
+    assert [rows.file for rows in experts.matrices["up"]] == [1, 0, 1, 0, 1]
+    assert (package.path / SHARED).stat().st_size == shared_bytes(experts, model, package.manifest.layout) > 0
+    package.verify_fixed()
+    weights = PackageWeights(package)
+    with open_checkpoint(path, Options()) as checkpoint:
+        stored = CheckpointWeights(checkpoint)
+        for layer, expert in model.places:
+            for ours, theirs in zip(weights.neurons(layer, expert), stored.neurons(layer, expert), strict=True):
+                assert np.linalg.norm(ours - theirs) <= 0.03 * np.linalg.norm(theirs)
+                if preset == "Q8_0":
+                    np.testing.assert_array_equal(ours, theirs)
+    with (package.path / SHARED).open("r+b") as file:
+        file.write(b"\1\2\3")
+    with pytest.raises(UserError, match=r"shared\.bin"):
+        package.verify_fixed()
 
 
 def test_a_package_has_all_but_the_experts(package: Package) -> None:
@@ -169,7 +204,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         r"path: expected the absolute",
     ),
     "no file": (lambda m: m["source_experts"].update(files=[]), r"files: 0 files; expected 1 to"),
-    "a layer too few": (lambda m: m["source_experts"]["matrices"]["up"].pop(), r"up: 1 layers, but the model has 2"),
+    "a layer too few": (
+        lambda m: m["source_experts"]["matrices"]["up"].pop(),
+        r"up: 1 runs of experts, but the model has 2",
+    ),
     "another file": (lambda m: rows_of(m, "up").update(file=1), r"file: 1 is outside"),
     "an offset behind the file": (lambda m: rows_of(m, "gate").update(offset=1 << 46), r"offset: \d+ is outside"),
     "experts that leave the file": (

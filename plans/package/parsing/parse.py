@@ -51,6 +51,7 @@ from neuronpipe.plans.package.npu_section import parse_npu
 from neuronpipe.plans.package.parsing.parse_experts import parse_experts, require_whole_experts
 from neuronpipe.plans.package.parsing.parse_predictor import parse_predictor
 from neuronpipe.plans.package.parsing.parse_thresholds import parse_silent
+from neuronpipe.plans.package.source_experts import SHARED
 from neuronpipe.plans.package.tensors import fixed_matrices
 from neuronpipe.plans.strict_json import Record, parse_json, read_file
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
@@ -92,7 +93,9 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     layout = _parse_layout(record.record("layout"), model, quantization)
     experts = None
     if record.has("source_experts"):
-        experts = parse_experts(record.record("source_experts"), model, layout, quantization)
+        experts = parse_experts(
+            record.record("source_experts"), model, layout, quantization, _shared_bytes(record.record("files"))
+        )
     if layout.down_by_output != (experts is not None):
         record.fail("layout.down_by_output", "is for experts that are read in place: source_experts")
     manifest = Manifest(
@@ -312,6 +315,8 @@ def _parse_files(record: Record, optional: Mapping[str, bool], *, in_place: bool
     """
     files = {}
     neurons = (CHECKSUMS,) if in_place else (BUNDLES, CHECKSUMS)
+    if in_place and record.has(SHARED):
+        neurons = (*neurons, SHARED)
     for name in (TOKENIZER, FIXED, *neurons, *(name for name, is_used in optional.items() if is_used)):
         entry = record.record(name)
         sha256 = None if name == neurons[0] else entry.text("sha256")
@@ -322,6 +327,11 @@ def _parse_files(record: Record, optional: Mapping[str, bool], *, in_place: bool
         entry.finish()
     record.finish()
     return files
+
+
+def _shared_bytes(files: Record) -> int | None:
+    """Return the length of shared.bin; None if the package has none."""
+    return files.record(SHARED).integer("bytes", 1, 1 << 50) if files.has(SHARED) else None
 
 
 def _parse_errors(record: Record) -> dict[str, float]:

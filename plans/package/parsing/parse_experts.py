@@ -15,27 +15,31 @@ from neuronpipe.plans.package.source_experts import (
 from neuronpipe.plans.strict_json import Record
 
 
-def parse_experts(record: Record, model: ModelSpec, layout: Layout, quantization: Quantization) -> SourceExperts:
+def parse_experts(
+    record: Record, model: ModelSpec, layout: Layout, quantization: Quantization, shared_bytes: int | None
+) -> SourceExperts:
     """Return the section `source_experts`. Raises UserError if rows leave their file, or their encoding does not fit
-    the layout."""
-    experts = parse_source_experts(record, model.layers)
+    the layout. shared_bytes: length of shared.bin; None: the package has none
+    """
+    experts = parse_source_experts(record, len(model.runs), shared_bytes)
+    lengths = [file.bytes for file in experts.files] + ([] if shared_bytes is None else [shared_bytes])
     if not layout.down_by_output:
         record.fail("matrices", "experts in place need a layout with down_by_output")
-    part_bytes = {"trigger": [0] * model.layers, "value": [0] * model.layers}
+    part_bytes = {"trigger": [0] * len(model.runs), "value": [0] * len(model.runs)}
     for place in layout.matrices:
         of_slots = place.quantization or quantization
-        for layer, rows in enumerate(experts.matrices[place.name]):
-            where = f"matrices.{place.name}.{layer}"
+        for run, rows in enumerate(experts.matrices[place.name]):
+            where = f"matrices.{place.name}.{run}"
             size_bytes = expert_bytes(rows.encoding, layout, place.name, model.width)
             if not size_bytes or not lib.np_gguf_fits(GGUF_TYPES[rows.encoding], ROW_TYPES[of_slots]):
                 record.fail(f"{where}.encoding", f"{rows.encoding} does not go with {of_slots} and this shape")
-            if rows.offset + model.experts * size_bytes > experts.files[rows.file].bytes:
+            if rows.offset + model.runs[run][2] * size_bytes > lengths[rows.file]:
                 record.fail(f"{where}.offset", "the experts leave the file")
-            part_bytes[place.part][layer] += read_bytes(size_bytes)
+            part_bytes[place.part][run] += read_bytes(size_bytes)
     planned_bytes = {"trigger": layout.trigger_part_bytes, "value": layout.value_part_bytes}
-    for part, by_layer in part_bytes.items():
-        if max(by_layer) > planned_bytes[part]:
-            record.fail("matrices", f"reads of {max(by_layer)} bytes exceed the layout's {part} part")
+    for part, by_run in part_bytes.items():
+        if max(by_run) > planned_bytes[part]:
+            record.fail("matrices", f"reads of {max(by_run)} bytes exceed the layout's {part} part")
     return experts
 
 
