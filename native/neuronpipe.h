@@ -549,9 +549,15 @@ typedef struct {
     int32_t router_reads;           /* NP_READS_FEED_FORWARD, NP_READS_LAYER */
     uint32_t router_groups, groups_per_token; /* a token's experts are in groups_per_token of router_groups groups of consecutive experts: in
                                                * those with the greatest sum of two scores. 1 and 1: no groups */
+    int32_t groups_by_best;         /* 1: groups with the greatest score instead */
     int32_t normalized_shares;      /* 1: the scores of a token's chosen experts are divided by their sum */
     float router_jitter;            /* 0 unless the router is sparsemixer */
     float routed_scale;             /* a factor of chosen experts' scores */
+    uint32_t latent_width;          /* multi-head latent attention: the width of a latent, from which keys and values of all heads are computed; 0: none.
+                                     * key_heads is then 1, and head_width that of a query */
+    uint32_t rotary_width, value_width; /* with latents: the last elements of a head, which are rotated, and of keys the same in all heads; the width of a
+                                         * head's value */
+    uint32_t query_rank;            /* with latents: the width of the input of queries; 0: that is the layer's input */
     int32_t norm;                   /* NP_NORM_RMS, NP_NORM_LAYER: of the residual stream */
     float norm_epsilon;             /* of all norms */
     int32_t head_norm;              /* 1: each head of queries and keys is RMS-normed before it is rotated */
@@ -602,9 +608,13 @@ typedef struct {
     uint32_t experts, routed_experts; /* the first routed_experts are those that the router chooses from; the others compute every token */
     uint32_t window_tokens; /* maximal number of positions that a token attends to; 0: all */
     np_matrix qkv, attention_output;
+    np_matrix latent_down, query_down; /* with latents: [latent_width+rotary_width, width], [query_rank, width]; there is no qkv then */
+    np_matrix query, key_up, value_up; /* [query_heads*head_width, query_rank or width]; [query_heads*(head_width-rotary_width), latent_width]: rows are
+                                        * multiplied with the elements of queries, and added; [query_heads*value_width, latent_width] */
     np_norm attention_norm, ffn_norm;
     const float *qkv_bias, *attention_output_bias;  /* NULL: none */
     const float *query_norm, *key_norm;             /* [head_width] with shape.head_norm; all heads' widths with shape.joint_norm */
+    const float *latent_norm, *query_down_norm;     /* [latent_width], [query_rank]; their epsilon is 1e-6 */
     const float *gate_bias, *up_bias, *down_bias;   /* [experts][neurons] twice, [experts][width]; NULL: none */
     const float *router, *router_bias;              /* [routed_experts][width], [routed_experts]; router_bias NULL: none */
     const float *choosing_bias;                     /* [routed_experts], added to scores when experts are chosen; NULL: none */
@@ -620,7 +630,7 @@ typedef struct {
     np_matrix embedding, output;
     np_norm output_norm;
     const float *output_bias;        /* [vocabulary]; NULL: none */
-    const float *inverse_frequency;  /* [head_width/2], with shape.rotary; 0: the pair is not rotated */
+    const float *inverse_frequency;  /* [head_width/2], with latents [rotary_width/2]; with shape.rotary; 0: the pair is not rotated */
     const float *position_embedding; /* [context_tokens][width], without shape.rotary */
     const np_layer *layers;
 } np_fixed;
@@ -633,8 +643,9 @@ enum np_activity { NP_TRIGGERED = 1, NP_FIRED = 2, NP_ACTIVE = 4 };
  * and one of its experts; G: the minimum of P and experts. */
 typedef struct {
     float *residual;   /* [T][width] */
-    float *queries;    /* [T][query_heads*head_width] */
-    float *attention;  /* [T][query_heads*head_width] */
+    float *queries;    /* [T][query_heads*head_width]; with latents, L = latent_width+rotary_width: [T][the most of query_heads*L,
+                        * query_heads*value_width, L+query_rank] */
+    float *attention;  /* likewise */
     float *hidden;     /* [P][blocks*block_neurons]: gates, if any; then values */
     float *partials;   /* [partial_tokens*experts_per_token][blocks][width] */
     float *ranks;      /* [P][predictor_rank]; NULL without a predictor */
@@ -642,7 +653,8 @@ typedef struct {
                         * predictor */
     uint32_t *claims;  /* [np_engine_claims(layers)], zeroed before every step */
     float *logits;     /* [logit_rows][vocabulary] */
-    uint16_t *kv;      /* [layers][sequences][key_heads][2][context_tokens][head_width] */
+    uint16_t *kv;      /* [layers][sequences][key_heads][2][context_tokens][head_width]; with latents
+                        * [layers][sequences][context_tokens][latent_width+rotary_width] */
     const uint8_t *slots[2];               /* by part */
     uint32_t *entries[2];                  /* by part: [layers*clusters] */
     uint64_t *window;                      /* of this participant only */

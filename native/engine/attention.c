@@ -13,6 +13,7 @@
 
 #include <string.h>
 
+#include "engine/latent.h"
 #include "engine/prediction.h"
 #include "engine/vectors.h"
 #include "engine/work.h"
@@ -160,10 +161,11 @@ static void attend(np_engine *engine, uint32_t layer)
 
 void np_begin_projection(np_engine *engine)
 {
-    const size_t columns = (size_t)engine->shape.query_heads * engine->shape.head_width;
+    const np_shape *s = &engine->shape;
     const np_matrix *output = &engine->fixed.layers[engine->layer].attention_output;
     engine->vectors.type = output->quants ? output->type : engine->shape.type;
-    np_prepare_vectors(engine, &engine->vectors, engine->shared.attention, engine->count, columns, columns, NULL);
+    np_prepare_vectors(engine, &engine->vectors, s->latent_width ? engine->shared.queries : engine->shared.attention, engine->count,
+                       np_heads_width(s), np_output_columns(s), NULL);
 }
 
 int np_project(np_engine *engine, uint32_t layer)
@@ -204,7 +206,7 @@ int np_begin_attention(np_engine *engine, uint32_t layer)
     const np_shape *s = &engine->shape;
     const np_norm *norm = &engine->fixed.layers[layer].attention_norm;
     engine->layer = layer;
-    const np_matrix *qkv = &engine->fixed.layers[layer].qkv;
+    const np_matrix *qkv = s->latent_width ? &engine->fixed.layers[layer].latent_down : &engine->fixed.layers[layer].qkv;
     engine->vectors.type = qkv->quants ? qkv->type : s->type;
     np_prepare_vectors(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
     return np_predictor_runs(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;
@@ -213,7 +215,9 @@ int np_begin_attention(np_engine *engine, uint32_t layer)
 int np_attention(np_engine *engine, uint32_t layer)
 {
     const int done = np_begin_attention(engine, layer);
-    return done < 0 ? done : np_attend_heads(engine, layer);
+    if (done < 0)
+        return done;
+    return engine->shape.latent_width ? np_attend_latents(engine, layer) : np_attend_heads(engine, layer);
 }
 
 int np_attend_heads(np_engine *engine, uint32_t layer)

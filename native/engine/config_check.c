@@ -2,7 +2,7 @@
 
 #include <math.h>
 
-enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096 };
+enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096, NP_MAX_LATENT = 1 << 20 };
 
 /* Return the field of the first condition that does not hold, or NULL. */
 #define FIRST_ERROR(...)                                                  \
@@ -16,6 +16,12 @@ enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096 };
                 return conditions[i].field;                               \
         return NULL;                                                      \
     } while (0)
+
+/* True if a model with these fields may have latents. */
+static int fits_latents(const np_shape *s)
+{
+    return np_quant_bytes(s->type, s->latent_width) > 0 && s->key_heads == 1 && s->rotary && !s->parallel && !s->head_norm && !s->joint_norm;
+}
 
 static const char *invalid_size(const np_shape *s)
 {
@@ -34,9 +40,13 @@ static const char *invalid_size(const np_shape *s)
                 {"router_jitter", s->router == NP_ROUTER_SPARSEMIXER ? s->router_jitter >= 0.0f && s->router_jitter <= 0.5f : s->router_jitter == 0.0f},
                 {"router_reads", s->router_reads == NP_READS_FEED_FORWARD || s->router_reads == NP_READS_LAYER},
                 {"key_heads", s->key_heads > 0},
-                {"head_width", s->head_width && (!s->rotary || s->head_width % 2 == 0)},
+                {"head_width", s->head_width && (!s->rotary || s->latent_width || s->head_width % 2 == 0)},
+                {"latent_width", s->latent_width <= NP_MAX_LATENT && (!s->latent_width || fits_latents(s))},
+                {"rotary_width", s->latent_width ? s->rotary_width && s->rotary_width < s->head_width && s->rotary_width % 2 == 0 : !s->rotary_width},
+                {"value_width", (s->latent_width > 0) == (s->value_width > 0)},
+                {"query_rank", !s->query_rank || (s->latent_width && s->query_rank <= NP_MAX_LATENT && np_quant_bytes(s->type, s->query_rank) > 0)},
                 {"query_heads", s->query_heads && s->key_heads && s->query_heads % s->key_heads == 0 &&
-                                    np_quant_bytes(s->type, (size_t)s->query_heads * s->head_width) > 0},
+                                    np_quant_bytes(s->type, np_output_columns(s)) > 0},
                 {"vocabulary", s->vocabulary > 0}, {"context_tokens", s->context_tokens > 0},
                 {"norm", s->norm == NP_NORM_RMS || s->norm == NP_NORM_LAYER},
                 {"activation", s->activation == NP_RELU || s->activation == NP_RELU2 ||
@@ -109,6 +119,7 @@ static const char *invalid_config(const np_engine_config *p, const np_shape *s)
 {
     FIRST_ERROR({"sequences", p->sequences > 0}, {"max_tokens", p->max_tokens > 0}, {"logit_rows", p->logit_rows > 0},
                 {"window_blocks", p->window_blocks > 0},
+                {"latent_width", !s->latent_width || !(p->external_products || p->offload_blocks)},
                 {"external_products", !p->external_products || may_have_external_products(p, s)},
                 {"down_by_output", !s->down_by_output || !(p->external_products || p->offload_blocks || (s->predictor_rank && !p->hints))},
                 {"product_blocks", !p->external_products || (p->product_blocks && p->product_blocks <= p->window_blocks)},
@@ -124,19 +135,34 @@ static int fits_inputs(const np_matrix *m, int type)
 
 /* True if a matrix of attention is absent or has a fitting type. With a smooth activation it may be any type in a quantized
  * model: no predictor, accelerator or neural processor reads attention's inputs then. */
-static int fits_attention(const np_shape *s, const np_matrix *m)
+static int fits_attention(const np_shape *s, const np_matrix *m, size_t n)
 {
     const int may_differ = np_is_smooth(s) && s->type != NP_F16 && m->type != NP_F16 && m->type != NP_Q3;
-    return fits_inputs(m, s->type) || (may_differ && np_quant_bytes(m->type, s->width) > 0);
+    return fits_inputs(m, s->type) || (may_differ && np_quant_bytes(m->type, n) > 0);
+}
+
+/* The first matrix or norm of a layer with latents that is absent or does not fit, or NULL. */
+static const char *invalid_latents(const np_shape *s, const np_layer *l)
+{
+    FIRST_ERROR({"latent_down", l->latent_down.quants && fits_attention(s, &l->latent_down, s->width)},
+                {"query_down", !s->query_rank || (l->query_down.quants && fits_attention(s, &l->query_down, s->width))},
+                {"query", l->query.quants && fits_attention(s, &l->query, s->query_rank ? s->query_rank : s->width)},
+                {"key_up", l->key_up.quants && l->key_up.type != NP_Q3 && np_quant_bytes(l->key_up.type, s->latent_width)},
+                {"value_up", l->value_up.quants && fits_attention(s, &l->value_up, s->latent_width)},
+                {"latent_norm", l->latent_norm != NULL}, {"query_down_norm", !s->query_rank || l->query_down_norm},
+                {"qkv_bias", !l->qkv_bias}, {"sinks", !l->sinks});
 }
 
 static const char *invalid_matrix(const np_shape *s, const np_fixed *fixed)
 {
     for (uint32_t n = 0; n < s->layers; n++) {
         const np_layer *l = &fixed->layers[n];
-        if (!fits_attention(s, &l->qkv))
+        const char *wrong = s->latent_width ? invalid_latents(s, l) : NULL;
+        if (wrong)
+            return wrong;
+        if (!fits_attention(s, &l->qkv, s->width))
             return "qkv";
-        if (!fits_attention(s, &l->attention_output))
+        if (!fits_attention(s, &l->attention_output, s->width))
             return "attention_output";
         for (uint32_t e = 0; s->predictor_rank && l->predictors && e < l->experts; e++)
             if (!fits_inputs(&l->predictors[e].input, s->predictor_type) || !fits_inputs(&l->predictors[e].sides[0], s->predictor_type) ||

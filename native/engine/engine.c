@@ -48,8 +48,11 @@ static size_t layer_panel_bytes(const np_shape *shape, const np_fixed *fixed, si
 {
     size_t bytes = np_panel_bytes(shape->type, max_n, tokens);
     for (uint32_t n = 0; fixed->layers && n < shape->layers; n++) {
-        bytes = larger(bytes, np_panel_bytes(fixed->layers[n].qkv.type, max_n, tokens));
-        bytes = larger(bytes, np_panel_bytes(fixed->layers[n].attention_output.type, max_n, tokens));
+        const np_layer *l = &fixed->layers[n];
+        const np_matrix *all[] = {&l->attention_output, &l->qkv, &l->latent_down, &l->query_down, &l->query, &l->value_up};
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+            if (i == 0 || all[i]->quants || (i == 1 && !shape->latent_width))
+                bytes = larger(bytes, np_panel_bytes(all[i]->type, max_n, tokens));
     }
     return bytes;
 }
@@ -68,12 +71,12 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->counters.damaged_word = -1;
     engine->external.result = engine->offload.result = NP_E_ARGUMENT; /* no step has begun */
 
-    const size_t heads_width = (size_t)shape->query_heads * shape->head_width, tokens = config->max_tokens;
-    const size_t max_n = larger(shape->width, heads_width);
+    const size_t tokens = config->max_tokens;
+    const size_t max_n = larger(larger(shape->width, np_output_columns(shape)), larger(shape->latent_width, shape->query_rank));
     engine->layer_neurons = (size_t)shape->blocks * shape->block_neurons;
     engine->mask_bytes = (tokens + 7) / 8;
     const size_t pairs = tokens * shape->experts_per_token, groups = larger(1, smaller(pairs, shape->experts));
-    engine->max_rows = larger(NP_PIECE_ROWS, larger(shape->head_width, 2 * (size_t)shape->block_neurons));
+    engine->max_rows = larger(NP_PIECE_ROWS, larger(larger(shape->head_width, shape->value_width), 2 * (size_t)shape->block_neurons));
 
     engine->sequence = aligned_zeros(tokens * sizeof(int32_t));
     engine->position = aligned_zeros(tokens * sizeof(int32_t));

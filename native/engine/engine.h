@@ -96,7 +96,7 @@ struct np_engine {
     np_vectors gathered_input;  /* the same of predictor_input */
     np_vectors values;          /* values of an expert's neurons, the inputs of down by output */
     uint32_t values_pair;       /* the first pair of the current layer whose values these are; NP_NONE: of no pair */
-    float *vector;             /* [max(width, query_heads*head_width)] */
+    float *vector;             /* [max(width, np_output_columns, latent_width, query_rank)] */
     float *rows;               /* [max_tokens][max_rows] results of dot products */
     size_t max_rows;
     float *scores;             /* [4][context_tokens + 1] */
@@ -208,6 +208,26 @@ static inline const float *np_bias_of(const np_engine *engine, const float *bias
 static inline uint32_t np_qkv_rows(const np_shape *s)
 {
     return (s->query_heads + 2 * s->key_heads) * s->head_width;
+}
+
+/* The width of a vector of the KV cache: of a head's key or value, or of a latent and a rotated key. */
+static inline uint32_t np_cached_width(const np_shape *s)
+{
+    return s->latent_width ? s->latent_width + s->rotary_width : s->head_width;
+}
+
+/* The number of columns of attention's output matrix. */
+static inline size_t np_output_columns(const np_shape *s)
+{
+    return (size_t)s->query_heads * (s->latent_width ? s->value_width : s->head_width);
+}
+
+/* The elements from one token's queries to the next one's, and likewise of attention. */
+static inline size_t np_heads_width(const np_shape *s)
+{
+    const size_t down = s->latent_width ? (size_t)np_cached_width(s) + s->query_rank : 0;
+    const size_t heads = (size_t)s->query_heads * (s->value_width > np_cached_width(s) ? s->value_width : np_cached_width(s));
+    return heads > down ? heads : down;
 }
 
 /* The index of a cluster's residency entries, the same in both parts. */

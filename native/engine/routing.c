@@ -65,7 +65,8 @@ static void choose(const float *values, uint32_t experts, uint32_t count, uint32
     }
 }
 
-/* Set the values of all experts to -INFINITY but those of the groups with the greatest sum of two values. */
+/* Set the values of all experts to -INFINITY but those of the groups with the greatest sum of two values,
+ * or with the greatest value. */
 static void keep_groups(const np_shape *s, float *values, uint32_t experts)
 {
     const uint32_t size = experts / s->router_groups;
@@ -82,6 +83,7 @@ static void keep_groups(const np_shape *s, float *values, uint32_t experts)
                 } else if (is_greater(of_group[i], second)) {
                     second = of_group[i];
                 }
+            second = s->groups_by_best ? 0.0f : second;
             if (best != -INFINITY && (worst == UINT32_MAX || is_greater(worst_sum, best + second))) {
                 worst = group;
                 worst_sum = best + second;

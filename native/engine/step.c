@@ -16,7 +16,8 @@ static int may_offload_matrices(const np_engine *engine, const np_step *step)
 {
     const uint32_t all = NP_OFFLOAD_QKV | NP_OFFLOAD_ATTENTION_OUTPUT | NP_OFFLOAD_OUTPUT;
     const int has_room = engine->shared.outputs && engine->shared.kv;
-    return !(step->offloaded_matrices & ~all) && step->participants > 1 && !engine->config.external_products && (!engine->config.offload_blocks || has_room);
+    return !(step->offloaded_matrices & ~all) && step->participants > 1 && !engine->config.external_products &&
+           !engine->shape.latent_width && (!engine->config.offload_blocks || has_room);
 }
 
 /* True if the step may have token scores: the logits of all its tokens are computed in this memory, and no others are

@@ -44,7 +44,7 @@ from neuronpipe.plans.package.manifest import (
     package_rank,
 )
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.tensors import fixed_matrices
+from neuronpipe.plans.package.tensors import fixed_matrices, row_lengths
 from neuronpipe.plans.package.writer import PackageWriter, package_bytes
 from neuronpipe.plans.quantization_choice import (
     BITS_CHOICES,
@@ -388,13 +388,13 @@ def _weights_by_encoding(parts: Iterable[StoredMatrix]) -> dict[str, int]:
 
 
 def _fits_groups(model: ModelSpec) -> bool:
-    return model.width % GROUP_WEIGHTS == model.query_width % GROUP_WEIGHTS == 0
+    return not any(columns % GROUP_WEIGHTS for columns in row_lengths(model).values())
 
 
 def _require_groups(checkpoint: Checkpoint, quantization: Quantization) -> None:
     model = checkpoint.model
     source = checkpoint.matrices["embedding"][0].file.path
-    for what, columns in (("width", model.width), ("query_heads * head_width", model.query_width)):
+    for what, columns in row_lengths(model).items():
         if quantization != "f16" and columns % GROUP_WEIGHTS:
             raise UserError(f"{source}: {what} is {columns}, no multiple of {GROUP_WEIGHTS}, so only f16 is possible")
 

@@ -28,7 +28,7 @@ def products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCost, toke
     Reading the weights from memory and flash overlaps with it and is not included.
     """
     model = manifest.model
-    attention = model.layers * model.width * 2 * (model.query_width + model.key_width)
+    attention = model.layers * model.attention_weights
     expert_tokens = max(1, round(tokens * rates.chosen))
     gates = union(rates.chosen, tokens) * model.ffns * model.neurons * model.width
     values = _pairs(manifest, rates, tokens) * rates.value_read * model.neurons * model.width
@@ -49,7 +49,7 @@ def between_products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCo
     model, pairs = manifest.model, _pairs(manifest, rates, tokens)
     sums_bytes = pairs * SUM_PASSES * 4 * manifest.layout.blocks * model.width
     return (
-        cost.attention_ms(2 * model.query_width * _attended(manifest, tokens, before))
+        cost.attention_ms(2 * model.query_heads * model.cached_width * _attended(manifest, tokens, before))
         + cost.gates_ms(pairs * model.neurons)
         + (cost.sequential_read_ms(sums_bytes) or 0.0)
     )

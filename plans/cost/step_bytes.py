@@ -43,9 +43,8 @@ class StepBytes:
         """
         model = self.manifest.model
         return (
-            model.key_heads
-            * 2
-            * model.head_width
+            model.cached_vectors
+            * model.cached_width
             * 2
             * sum(kind.layers * min(tokens, kind.window_tokens or tokens) for kind in model.layer_kinds)
         )

@@ -141,7 +141,7 @@ class WorkCost:
         """
 
         def seconds_per_product(profile: DeviceProfile) -> float:
-            rows: dict[str, Any] = {"quantization": "f16", "row_weights": self.manifest.model.head_width}
+            rows: dict[str, Any] = {"quantization": "f16", "row_weights": self.manifest.model.cached_width}
             dot = profile.reused_token_weights_per_s("ups", self.workers, 1.0, **rows)
             return 0.5 / dot + 0.5 / profile.reused_token_weights_per_s("downs", self.workers, 1.0, **rows)
 

@@ -25,6 +25,7 @@ class Mixture(NamedTuple):
     normalized_shares: bool = True
     router_groups: int = 1
     groups_per_token: int = 1
+    groups_by_best: bool = False
     routed_scale: float = 1.0
 
 

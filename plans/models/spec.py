@@ -8,6 +8,7 @@ run. No other code depends on the family of a model.
     logits     output(norm(x))
     inner      gated: activation(gate(x)) * up(x), drelu: relu(gate(x)) * relu(up(x)); not gated: activation(up(x))
     relu       0 for values up to activation_threshold, others unchanged
+    latents    keys and values of all heads are products with one vector of a position, its latent
     clamped_swiglu  (clamp(up) + 1) * g * sigmoid(1.702 g) with g = min(gate, limit): the experts of gpt-oss
     mixture    down(inner(norm(x))) is a sum over the experts with the greatest router values, each times its share, and
                over the shared experts, each times its gate
@@ -25,6 +26,7 @@ from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
+from neuronpipe.plans.models.attention_sizes import AttentionSizes
 from neuronpipe.protocol.frozen import frozen
 
 Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu"]
@@ -70,6 +72,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "shared_experts": (0, MAX.experts),
     "router_groups": (1, MAX.experts),
     "groups_per_token": (1, MAX.experts),
+    **dict.fromkeys(("query_rank", "latent_width"), (0, MAX.width)),
+    **dict.fromkeys(("rotary_width", "value_width"), (0, MAX.head_width)),
     "norm_epsilon": (0.0, 1.0),
     "router_jitter": (0.0, 0.5),
     "activation_limit": (0.0, MAX_THRESHOLD),
@@ -105,7 +109,7 @@ class LayerKind:
 
 
 @frozen(kw_only=True)
-class ModelSpec:
+class ModelSpec(AttentionSizes):
     """An architecture with its sizes. Raises SpecError if fields contradict each other or are out of range.
 
     family: name of the family in plans/models/, only for messages and tables
@@ -123,11 +127,17 @@ class ModelSpec:
     normalized_shares: the scores of the chosen experts are divided by their sum
     router_groups: groups of consecutive experts; a token's experts are in those with the greatest sum of two scores
     groups_per_token: how many groups a token's experts are in
+    groups_by_best: groups are ranked by their greatest score instead of the sum of two
     router_reads: input of the router: the normed input of the feed-forward, or the layer's input unchanged
     layer_kinds: the layers from the first to the last, in runs of the same kind
     query_heads: heads of attention
     key_heads: heads of keys and values; divides query_heads
-    head_width: width of a query, key or value of one head
+    head_width: width of a query, key or value of one head; with latents of a query or key
+    latent_width: multi-head latent attention: width of the vector from which the keys and values of all heads are
+        computed, so that the KV cache needs only this vector and the rotated part of keys; 0: there are no latents
+    rotary_width: with latents, the elements at a head's end that are rotated; of keys they are the same in all heads
+    value_width: with latents, the width of a value of one head
+    query_rank: with latents, the width of the vector from which queries are computed; 0: the layer's normed input
     vocabulary: rows of the embedding
     context_tokens: maximal number of positions of a sequence
     norm: rms: x / rms(x) * weight; layer: (x - mean(x)) / deviation(x) * weight + bias
@@ -171,10 +181,15 @@ class ModelSpec:
     normalized_shares: bool = True
     router_groups: int = 1
     groups_per_token: int = 1
+    groups_by_best: bool = False
     layer_kinds: tuple[LayerKind, ...]
     query_heads: int
     key_heads: int
     head_width: int
+    latent_width: int = 0
+    rotary_width: int = 0
+    value_width: int = 0
+    query_rank: int = 0
     vocabulary: int
     context_tokens: int
     norm: NormKind = "rms"
@@ -211,10 +226,12 @@ class ModelSpec:
         self._require("layer_kinds", 1 <= self.layers <= MAX.layers, f"{self.layers} layers, not 1 to {MAX.layers}")
         windows = (0 <= kind.window_tokens <= MAX.context_tokens for kind in self.layer_kinds)
         self._require("layer_kinds", all(windows), f"attention windows are 0 to {MAX.context_tokens} tokens")
-        pairs = self.positions != "rotary" or self.head_width % 2 == 0
+        pairs = self.positions != "rotary" or self.head_width % 2 == 0 or self.latent_width > 0
         self._require("head_width", pairs, f"{self.head_width} is odd; rotary positions need pairs")
         multiple = self.query_heads % self.key_heads == 0
         self._require("query_heads", multiple, f"{self.query_heads} is no multiple of key_heads, {self.key_heads}")
+        if (fault := self.latent_fault()) is not None:
+            raise SpecError(*fault)
         plain = self.gated or self.activation in ("relu", "relu2")
         self._require("activation", plain, f"{self.activation} needs a feed-forward with a gate")
         plain = self.activation == "relu" or self.activation_threshold == 0
@@ -246,6 +263,7 @@ class ModelSpec:
         self._require("router", plain, "sparsemixer chooses two experts by their values alone")
         plain = self.router == "sparsemixer" or self.router_jitter == 0
         self._require("router_jitter", plain, f"does not go with {self.router}")
+        self._require("groups_by_best", self.router_groups > 1 or not self.groups_by_best, "there are no groups")
         shared, dense = self.shared_experts, [kind.dense_experts for kind in self.layer_kinds]
         within = 0 <= shared <= MAX.experts - self.experts and (shared == 0 or self.experts > 1)
         self._require("shared_experts", within, f"{shared} of a layer with {self.experts} other experts")
@@ -389,21 +407,6 @@ class ModelSpec:
         return self.activation in ("silu", "clamped_swiglu")
 
     @property
-    def query_width(self) -> int:
-        """Number of columns of attention_output."""
-        return self.query_heads * self.head_width
-
-    @property
-    def key_width(self) -> int:
-        """Number of rows of the key matrix; the value matrix has as many."""
-        return self.key_heads * self.head_width
-
-    @property
-    def qkv_rows(self) -> int:
-        """Number of rows of the query, key and value matrices together."""
-        return self.query_width + 2 * self.key_width
-
-    @property
     def ffn_matrices(self) -> tuple[str, ...]:
         """The matrices of the feed-forward, the trigger first."""
         return ("gate", "up", "down") if self.gated else ("up", "down")
@@ -417,8 +420,9 @@ class ModelSpec:
 # Manifests omit these fields while they have ModelSpec's defaults, so that older packages keep their ids.
 _LATER = (
     "experts_per_token", "shared_experts", "shared_gate", "router", "router_reads", "router_bias", "choosing_bias",
-    "normalized_shares", "router_groups", "groups_per_token", "norm_after_rotation", "joint_norm", "parallel",
-    "attention_sinks", "logit_bias", "router_jitter", "activation_limit", "activation_threshold", *SCALES,
+    "normalized_shares", "router_groups", "groups_per_token", "groups_by_best", "norm_after_rotation", "joint_norm",
+    "parallel", "attention_sinks", "logit_bias", "router_jitter", "latent_width", "rotary_width", "value_width",
+    "query_rank", "activation_limit", "activation_threshold", *SCALES,
 )  # fmt: skip
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 

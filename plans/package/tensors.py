@@ -17,8 +17,39 @@ def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
     if not model.tied_embeddings:
         yield "output", model.vocabulary, model.width
     for layer in range(model.layers):
-        yield f"layers.{layer}.qkv", model.qkv_rows, model.width
+        if model.latent_width:
+            yield from _latent_matrices(model, f"layers.{layer}")
+        else:
+            yield f"layers.{layer}.qkv", model.qkv_rows, model.width
         yield f"layers.{layer}.attention_output", model.width, model.query_width
+
+
+def _latent_matrices(model: ModelSpec, layer: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the matrices of a layer with latents. `key_up` maps a head's query to the latents: its rows are multiplied
+    with the elements of the query, and added."""
+    yield f"{layer}.latent_down", model.cached_width, model.width
+    if model.query_rank:
+        yield f"{layer}.query_down", model.query_rank, model.width
+    yield f"{layer}.query", model.query_heads * model.head_width, model.query_rank or model.width
+    yield f"{layer}.key_up", model.query_heads * model.unrotated_width, model.latent_width
+    yield f"{layer}.value_up", model.query_heads * model.value_width, model.latent_width
+
+
+def attention_matrices(model: ModelSpec) -> tuple[str, ...]:
+    """Return the names of the matrices of attention in a layer, without their prefix."""
+    if not model.latent_width:
+        return "qkv", "attention_output"
+    of_queries = ("query_down",) if model.query_rank else ()
+    return "latent_down", *of_queries, "query", "key_up", "value_up", "attention_output"
+
+
+def row_lengths(model: ModelSpec) -> dict[str, int]:
+    """Return the lengths of rows of weights by the fields of ModelSpec that they follow from."""
+    lengths = {"width": model.width}
+    if model.latent_width:
+        lengths |= {"latent_width": model.latent_width, "query_heads * value_width": model.query_width}
+        return lengths | ({"query_rank": model.query_rank} if model.query_rank else {})
+    return lengths | {"query_heads * head_width": model.query_width}
 
 
 def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
@@ -26,7 +57,7 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
     rows of `width`: `position_embedding` with a row per position, a layer's `router` with a row per expert. Biases of
     feed-forwards lie expert after expert."""
     if model.positions == "rotary":
-        yield "rope.inverse_frequency", model.head_width // 2
+        yield "rope.inverse_frequency", (model.rotary_width or model.head_width) // 2
     else:
         yield "position_embedding", model.context_tokens * model.width
     yield from _norm("output_norm", model)
@@ -39,6 +70,8 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
             ("qkv.bias", model.qkv_rows, model.qkv_bias),
             ("query_norm", norm_widths(model)[0], model.head_norm or model.joint_norm),
             ("key_norm", norm_widths(model)[1], model.head_norm or model.joint_norm),
+            ("latent_norm", model.latent_width, model.latent_width > 0),
+            ("query_down_norm", model.query_rank, model.query_rank > 0),
             ("attention_output.bias", model.width, model.output_bias),
             ("sinks", model.query_heads, model.attention_sinks),
             ("gate.bias", model.experts * model.neurons, model.ffn_bias and model.gated),

@@ -94,7 +94,7 @@ class BorrowableMemory:
     @property
     def _row_bytes(self) -> int:
         """Bytes of one token's key, or value, in one head of one layer."""
-        return self.manifest.model.head_width * KV_BYTES
+        return self.manifest.model.cached_width * KV_BYTES
 
     def _slot_bytes(self, tokens: int) -> int:
         """Return the bytes of the pages that a KV slot with `tokens` tokens touches.
@@ -109,7 +109,7 @@ class BorrowableMemory:
             self.shape.context_tokens * self._row_bytes,
         )
         shared_bytes = PAGE_BYTES if all_bytes % PAGE_BYTES else 0
-        heads = self.manifest.model.layers * self.manifest.model.key_heads * 2
+        heads = self.manifest.model.layers * self.manifest.model.cached_vectors
         return heads * (-(-used_bytes // PAGE_BYTES) * PAGE_BYTES + shared_bytes)
 
 

@@ -196,7 +196,7 @@ def _borrowed_bytes(manifest: Manifest, plan: Plan, borrowable: BorrowableMemory
 def _used_bytes(manifest: Manifest, plan: Plan, sequences: int, sequence_tokens: int, prompt_tokens: int) -> int:
     """Return the bytes of the KV cache and of a prompt's stage that were written. Parameters are as in `peak_bytes`."""
     shape, chunk = RunShape.of(plan.compute), plan.compute.prefill_chunk_tokens
-    page_tokens = max(1, PAGE_BYTES // (2 * manifest.model.head_width))  # of one head's keys or values
+    page_tokens = max(1, PAGE_BYTES // (2 * manifest.model.cached_width))  # of one head's keys or values, or latents
     used_tokens = min(shape.context_tokens, -(-sequence_tokens // page_tokens) * page_tokens)
     used_shape = dataclasses.replace(shape, sequences=min(sequences, shape.sequences), context_tokens=used_tokens)
     (stage,) = prefill_layouts(manifest, shape, min(chunk, prompt_tokens)).values()
@@ -210,8 +210,8 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     rows, attention scores, the state of a mixture's open clusters, and the values that Down by output reads.
     """
     model, layout = manifest.model, manifest.layout
-    max_width = max(model.width, model.query_width)
-    token_bytes = 2 * 4 * max_width + 4 * max(model.head_width, 2 * layout.block_neurons, 64)
+    max_width = max(model.width, model.query_width, model.heads_width if model.latent_width else 0)
+    token_bytes = 2 * 4 * max_width + 4 * max(model.head_width, model.value_width, 2 * layout.block_neurons, 64)
     tokens = shape.prefill_threads * prefill_tokens + shape.workers * shape.sequences
     open_experts = shape.workers * min(model.most_experts, shape.sequences * model.most_active_experts)
     open_experts += shape.prefill_threads * min(model.most_experts, prefill_tokens * model.most_active_experts)

@@ -149,9 +149,9 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
         layouts.kv(
             layers=model.layers,
             sequences=shape.sequences,
-            key_heads=model.key_heads,
+            vectors=model.cached_vectors,
             context_tokens=shape.context_tokens,
-            head_width=model.head_width,
+            vector_width=model.cached_width,
         ),
         layouts.exchange(
             tokens=shape.sequences,
@@ -186,7 +186,7 @@ def _stage_lengths(manifest: Manifest, tokens: int, *, predicts: bool) -> dict[s
     model, layout = manifest.model, manifest.layout
     return {
         "width": model.width,
-        "query_width": model.query_width,
+        "query_width": model.heads_width,
         "neurons": layout.blocks * layout.block_neurons,
         "blocks": layout.blocks,
         "rank": manifest.predictor.rank if predicts and manifest.predictor is not None else 0,

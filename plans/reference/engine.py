@@ -27,6 +27,7 @@ class Result(NamedTuple):
 
 
 CLAMPED_SWIGLU_GAIN = np.float32(1.702)
+LATENT_EPSILON = 1e-6  # of the norms of latents, in every model
 
 
 def _relu(x: Array) -> Array:
@@ -77,9 +78,9 @@ def rotate(heads: Array, angles: Array) -> Array:
 
 
 def attend(queries: Array, keys: Array, values: Array, window_tokens: int, sinks: Array | None = None) -> Array:
-    """Return causal attention, [tokens, query_heads, head_width].
+    """Return causal attention, [tokens, query_heads, width of a value].
 
-    keys, values: [tokens, key_heads, head_width]; each serves query_heads / key_heads consecutive query heads
+    keys, values: [tokens, key_heads, width]; each serves query_heads / key_heads consecutive query heads
     window_tokens: field of LayerKind
     sinks: [query_heads] scores that join each softmax and whose shares are dropped
     """
@@ -87,7 +88,7 @@ def attend(queries: Array, keys: Array, values: Array, window_tokens: int, sinks
     group = query_heads // keys.shape[1]
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
     is_visible = (distance >= 0) & ((distance < window_tokens) if window_tokens else True)
-    result = np.empty_like(queries)
+    result = np.empty((tokens, query_heads, values.shape[2]), dtype=np.float32)
     for head in range(query_heads):
         scores = queries[:, head] @ keys[:, head // group].T / np.float32(np.sqrt(head_width))
         scores = np.where(is_visible, scores, -np.inf)
@@ -112,11 +113,14 @@ def expert_shares(model: ModelSpec, values: Array, choosing_bias: Array | None =
         scores = raw / raw.sum(axis=1, keepdims=True)
     else:
         scores = 1 / (1 + np.exp(-values))
-    ranks = values if choosing_bias is None else scores + choosing_bias
+    ranks = scores if model.router_groups > 1 else values
+    if choosing_bias is not None:
+        ranks = scores + choosing_bias
     if model.router_groups > 1:
         of_groups = ranks.reshape(len(ranks), model.router_groups, -1)
-        best_two = np.sort(of_groups, axis=2)[:, :, -2:].sum(axis=2)
-        left_out = np.argsort(-best_two, axis=1, kind="stable")[:, model.groups_per_token :]
+        counted = 1 if model.groups_by_best else 2
+        best = np.sort(of_groups, axis=2)[:, :, -counted:].sum(axis=2)
+        left_out = np.argsort(-best, axis=1, kind="stable")[:, model.groups_per_token :]
         ranks = of_groups.copy()
         np.put_along_axis(ranks, left_out[:, :, None], np.float32(-np.inf), axis=1)
         ranks = ranks.reshape(values.shape)
@@ -261,6 +265,8 @@ class ReferenceEngine:
 
     def _attention(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:
         model, weights, name = self._model, self._weights, f"layers.{layer}"
+        if model.latent_width:
+            return self._latent_attention(layer, normed, lengths)
         qkv = self._product(layer, "qkv", normed)
         if model.qkv_bias:
             qkv = qkv + weights.vector(f"{name}.qkv.bias")
@@ -277,6 +283,37 @@ class ReferenceEngine:
             self._attended(layer, int(end))
         attention = self._product(layer, "attention_output", np.concatenate(mixed).reshape(len(normed), -1))
         return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention
+
+    def _latent_attention(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:
+        """Return multi-head latent attention: keys and values of all heads are products with the normed latent. A key
+        ends with the rotated part, which all heads share."""
+        model, name = self._model, f"layers.{layer}"
+        down = self._product(layer, "latent_down", normed)
+        latent = self._latent_norm(f"{name}.latent_norm", down[:, : model.latent_width])
+        query_input = normed
+        if model.query_rank:
+            query_input = self._latent_norm(f"{name}.query_down_norm", self._product(layer, "query_down", normed))
+        queries = self._product(layer, "query", query_input).reshape(len(normed), model.query_heads, -1)
+        keys = self._product(layer, "key_up", latent).reshape(len(normed), model.query_heads, -1)
+        values = self._product(layer, "value_up", latent).reshape(len(normed), model.query_heads, -1)
+        mixed, first = [], 0
+        for length in lengths:
+            of = slice(first, first + length)
+            end_of_keys = self._placed("", down[of, None, model.latent_width :], model.rotary_layers[layer])
+            unrotated, end_of_queries = np.split(queries[of], [model.unrotated_width], axis=2)
+            end_of_queries = self._placed("", end_of_queries, model.rotary_layers[layer])
+            all_queries = np.concatenate((unrotated, end_of_queries), axis=2) * np.float32(model.attention_scale)
+            shared = np.repeat(end_of_keys, model.query_heads, axis=1)
+            all_keys = np.concatenate((keys[of], shared), axis=2)
+            mixed.append(attend(all_queries, all_keys, values[of], model.windows_tokens[layer]))
+            first += length
+            self._attended(layer, first)
+        attention = self._product(layer, "attention_output", np.concatenate(mixed).reshape(len(normed), -1))
+        bias = self._weights.vector(f"{name}.attention_output.bias") if model.output_bias else np.float32(0)
+        return attention + bias
+
+    def _latent_norm(self, name: str, x: Array) -> Array:
+        return rms_norm(x, self._weights.vector(name), LATENT_EPSILON)
 
     def _product(self, layer: int, name: str, x: Array) -> Array:
         self._observe_inputs(f"layers.{layer}.{name}", x)

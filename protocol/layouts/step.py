@@ -7,17 +7,18 @@ from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 NODE_SUMS = "; for an accelerator's blocks only the sums of tree nodes, each in the row of its first block"
 
 
-def kv(*, layers: int, sequences: int, key_heads: int, context_tokens: int, head_width: int) -> Layout:
-    """Keys and values, as fp16: for each layer, sequence and key head first all keys, then all values."""
+def kv(*, layers: int, sequences: int, vectors: int, context_tokens: int, vector_width: int) -> Layout:
+    """Keys and values, as fp16: for each layer, sequence and key head first all keys, then all values; or for each
+    layer and sequence all latents."""
     fields = Fields(
         "kv",
         4,
         {
             "layers": layers,
             "sequences": sequences,
-            "key_heads": key_heads,
+            "vectors": vectors,
             "context_tokens": context_tokens,
-            "head_width": head_width,
+            "vector_width": vector_width,
         },
     )
     fields.add(
@@ -25,10 +26,9 @@ def kv(*, layers: int, sequences: int, key_heads: int, context_tokens: int, head
         "u16",
         "layers",
         "sequences",
-        "key_heads",
-        2,
+        "vectors",
         "context_tokens",
-        "head_width",
+        "vector_width",
         by="decode, accelerator, prefill: the positions of their step; prefill: earlier ones, for a copy_from",
         to="decode, prefill",
         ordering="within a step the barrier, between steps StepDone and Prefilled",
@@ -54,10 +54,10 @@ def exchange(
 ) -> Layout:
     """The buffers of a decode step, which its participants share. tokens: maximum of one decode step; pairs: a pair is
     a token and one of its experts; groups: maximal number of experts that are computed at once; query_width:
-    query_heads * head_width; neurons: neurons of one expert's blocks, padding included; rank: rank of the predictor, 0
-    without one; claims: number of counters by which participants claim pieces of work; logit_rows: maximal number of
-    tokens of a decode or prefill step whose logits are needed; workers: decode workers, each of which has a step
-    channel of lane_words."""
+    query_heads * head_width, or more with latents; neurons: neurons of one expert's blocks, padding included; rank:
+    rank of the predictor, 0 without one; claims: number of counters by which participants claim pieces of work;
+    logit_rows: maximal number of tokens of a decode or prefill step whose logits are needed; workers: decode workers,
+    each of which has a step channel of lane_words."""
     fields = Fields(
         "exchange",
         5,

@@ -9,7 +9,7 @@ from typing import Any
 from neuronpipe.native import ROW_TYPES, ffi, lib
 from neuronpipe.plans.models.spec import CHOICES, ModelSpec
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.package.tensors import predictor_name
+from neuronpipe.plans.package.tensors import attention_matrices, predictor_name
 from neuronpipe.services.steps.step_counters import PARTS
 
 READS = {
@@ -29,6 +29,8 @@ _VECTORS = {
     "attention_output_bias": "attention_output.bias",
     "query_norm": "query_norm",
     "key_norm": "key_norm",
+    "latent_norm": "latent_norm",
+    "query_down_norm": "query_down_norm",
     "sinks": "sinks",
     "gate_bias": "gate.bias",
     "up_bias": "up.bias",
@@ -131,8 +133,7 @@ class NativeTensors:
             {
                 **layer_facts(model, n),
                 "silent_below": silent.by_layer[n].threshold if thresholded and silent is not None else 0.0,
-                "qkv": self._matrix(f"layers.{n}.qkv"),
-                "attention_output": self._matrix(f"layers.{n}.attention_output"),
+                **{name: self._matrix(f"layers.{n}.{name}") for name in attention_matrices(model)},
                 "attention_norm": self._norm(f"layers.{n}.attention_norm"),
                 "ffn_norm": self._norm(f"layers.{n}.ffn_norm"),
                 **{field: self._vector(f"layers.{n}.{name}") for field, name in _VECTORS.items()},

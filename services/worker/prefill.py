@@ -38,9 +38,9 @@ class PrefillService:
             self._worker.memory.segments["kv"],
             layers=manifest.model.layers,
             sequences=compute.sequences,
-            head_values=manifest.model.key_heads * 2,
+            vectors=manifest.model.cached_vectors,
             context_tokens=compute.context_tokens,
-            head_width=manifest.model.head_width,
+            vector_width=manifest.model.cached_width,
         )
         self._context = open_context()
         self._service = Service(self._context, job, slots=1, numerics=backend.numerics)
@@ -114,8 +114,8 @@ class KeysValues:
     """The KV cache of all sequences: prefixes are copied between slots instead of computed again, and unused memory is
     freed.
 
-    view: the KV segment's array [layers][sequences][head_values][context_tokens][head_width], flat
-    head_values: twice the number of key heads, for keys and values
+    view: the KV segment's array [layers][sequences][vectors][context_tokens][vector_width], flat
+    vectors: number of vectors of a position in a layer: a key and a value of each key head, or a latent
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class KeysValues:
         *,
         layers: int,
         sequences: int,
-        head_values: int,
+        vectors: int,
         context_tokens: int,
-        head_width: int,
+        vector_width: int,
     ) -> None:
         self._view, self._segment = view, segment
-        self._layers, self._sequences, self._head_values = layers, sequences, head_values
-        self._context_tokens, self._head_width = context_tokens, head_width
+        self._layers, self._sequences, self._vectors = layers, sequences, vectors
+        self._context_tokens, self._vector_width = context_tokens, vector_width
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` positions of one slot to another. The copy is idempotent.
@@ -142,7 +142,7 @@ class KeysValues:
             0 <= source < self._sequences and 0 <= target < self._sequences and 0 <= tokens <= self._context_tokens
         ):
             raise ValueError(f"copying {tokens} tokens from slot {source} to {target}: there is no such place")
-        count = tokens * self._head_width
+        count = tokens * self._vector_width
         for read, write in zip(self._places(source), self._places(target), strict=True):
             self._view[write : write + count] = self._view[read : read + count]
 
@@ -153,13 +153,13 @@ class KeysValues:
             raise ValueError(f"forgetting slot {slot} behind {tokens} tokens: there is no such place")
         first_byte = self._segment.layout["kv"].offset_bytes
         for place in self._places(slot):
-            begin = first_byte + self._view.itemsize * (place + tokens * self._head_width)
-            freed_bytes = self._view.itemsize * (self._context_tokens - tokens) * self._head_width
+            begin = first_byte + self._view.itemsize * (place + tokens * self._vector_width)
+            freed_bytes = self._view.itemsize * (self._context_tokens - tokens) * self._vector_width
             lib.np_file_give_back(self._segment.fd, begin, freed_bytes)
 
     def _places(self, slot: int) -> Iterator[int]:
         """Yield the index of this slot's first position in `view`, for keys and values of every head of every layer."""
-        stride = self._context_tokens * self._head_width
+        stride = self._context_tokens * self._vector_width
         for layer in range(self._layers):
-            first = (layer * self._sequences + slot) * self._head_values
-            yield from range(first * stride, (first + self._head_values) * stride, stride)
+            first = (layer * self._sequences + slot) * self._vectors
+            yield from range(first * stride, (first + self._vectors) * stride, stride)

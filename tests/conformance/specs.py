@@ -115,6 +115,21 @@ SPECS = {
         layer_kinds=(LayerKind(2),), query_heads=3, key_heads=3, head_width=32, norm="layer", activation="silu",
         qkv_bias=True, output_bias=True, logit_bias=True, rotary_scale=1.2, **COMMON,
     ),
+    "latents": ModelSpec(
+        family="llama", width=96, neurons=100, layer_kinds=(LayerKind(2), LayerKind(1, 20)), query_heads=6, key_heads=1,
+        head_width=40, latent_width=64, rotary_width=16, value_width=16, activation="silu", **COMMON,
+    ),
+    "latents of a mixture": ModelSpec(
+        family="llama", width=160, neurons=100, experts=8, experts_per_token=3, shared_experts=2, router_groups=4,
+        groups_per_token=2, groups_by_best=True, normalized_shares=False, routed_scale=1.8,
+        layer_kinds=(LayerKind(1, dense_experts=3), LayerKind(2)), query_heads=5, key_heads=1, head_width=112,
+        latent_width=96, rotary_width=32, value_width=128, query_rank=224, attention_scale=0.7, rotary_scale=1.2,
+        activation="silu", **COMMON,
+    ),
+    "latents with relu": ModelSpec(
+        family="llama", width=64, neurons=300, layer_kinds=(LayerKind(2),), query_heads=4, key_heads=1, head_width=48,
+        latent_width=32, rotary_width=32, value_width=8, query_rank=256, activation="relu", output_bias=True, **COMMON,
+    ),
     "parallel": ModelSpec(
         family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,
         norm="layer", activation="relu", gated=False, parallel=True, tied_embeddings=True, **COMMON,
@@ -180,7 +195,8 @@ def _normal(random: np.random.Generator, shape: tuple[int, ...], deviation: floa
 
 
 def _deviation(name: str, columns: int) -> float:
-    factor = {"embedding": 5.0, "output": 5.0, "qkv": 1.3, "attention_output": 0.5}[name.split(".")[-1]]
+    factors = {"embedding": 5.0, "output": 5.0, "attention_output": 0.5}
+    factor = factors.get(name.split(".")[-1], 1.3)
     return float(factor * columns**-0.5)
 
 

@@ -35,6 +35,7 @@ TEXT = np.random.default_rng(3).integers(0, 509, CHUNK + 6).tolist()  # chunks w
 CASES = [(name, "f16") for name in SPECS] + [
     (name, q) for name in ("opt", "ungated relu2", "parallel", "turbosparse", "gpt-oss", "glm") for q in ("q8", "q4")
 ]
+CASES += [(name, q) for name in SPECS if name.startswith("latents") for q in ("q8", "q4", "q4k")]
 CASES += [(name, "q3") for name in ("many neurons", "turbosparse")]
 CASES += [("parallel", "q4k"), ("turbosparse", "q4k"), ("opt", "q5k"), ("many neurons", "q6k")]
 CASES += [("opt", "iq4"), ("turbosparse", "mxfp4"), ("gpt-oss", "mxfp4"), ("parallel", "q4h")]

@@ -152,43 +152,43 @@ def keys_values_of() -> Iterator[Callable[..., tuple[KeysValues, memoryview]]]:
     with contextlib.ExitStack() as stack:
 
         def make(**shape: int) -> tuple[KeysValues, memoryview]:
-            segment = stack.enter_context(Segment.create(layouts.kv(key_heads=2, **shape)))
+            segment = stack.enter_context(Segment.create(layouts.kv(vectors=4, **shape)))
             view = stack.enter_context(segment.map(writable=True)).view("kv")
             view[:] = array("H", [1 + place % 65535 for place in range(len(view))])
-            return KeysValues(view, segment, head_values=4, **shape), view
+            return KeysValues(view, segment, vectors=4, **shape), view
 
         yield make
 
 
 def test_copying_takes_the_first_positions_of_every_head_and_leaves_all_else(keys_values_of: Any) -> None:
-    layers, sequences, head_values, context_tokens, head_width = 2, 3, 4, 5, 2
+    layers, sequences, vectors, context_tokens, vector_width = 2, 3, 4, 5, 2
     keys_values, view = keys_values_of(
-        layers=layers, sequences=sequences, context_tokens=context_tokens, head_width=head_width
+        layers=layers, sequences=sequences, context_tokens=context_tokens, vector_width=vector_width
     )
     values = view.tolist()
     for _ in range(2):  # a step that is sent again copies again
         keys_values.copy(2, 0, 3)
         for at, value in enumerate(view.tolist()):
-            line, position = divmod(at // head_width, context_tokens)
-            sequence = line // head_values % sequences
+            line, position = divmod(at // vector_width, context_tokens)
+            sequence = line // vectors % sequences
             copied = sequence == 0 and position < 3
-            assert value == values[at] + (2 * head_values * context_tokens * head_width if copied else 0)
+            assert value == values[at] + (2 * vectors * context_tokens * vector_width if copied else 0)
     for source, target, tokens in ((-1, 0, 1), (0, 3, 1), (0, 1, 6)):
         with pytest.raises(ValueError, match="there is no such place"):
             keys_values.copy(source, target, tokens)
 
 
 def test_forgetting_gives_whole_pages_of_one_slot_back_and_leaves_all_else(keys_values_of: Any) -> None:
-    layers, sequences, head_values, context_tokens, head_width = 2, 3, 4, 96, 64
-    page_tokens = 4096 // (2 * head_width)
+    layers, sequences, vectors, context_tokens, vector_width = 2, 3, 4, 96, 64
+    page_tokens = 4096 // (2 * vector_width)
     keys_values, view = keys_values_of(
-        layers=layers, sequences=sequences, context_tokens=context_tokens, head_width=head_width
+        layers=layers, sequences=sequences, context_tokens=context_tokens, vector_width=vector_width
     )
     before = view.tolist()
     keys_values.forget_behind(1, page_tokens + 1)
     for at, value in enumerate(view.tolist()):
-        line, position = divmod(at // head_width, context_tokens)
-        forgotten = line // head_values % sequences == 1 and position >= 2 * page_tokens
+        line, position = divmod(at // vector_width, context_tokens)
+        forgotten = line // vectors % sequences == 1 and position >= 2 * page_tokens
         assert value == (0 if forgotten else before[at])
     for slot, tokens in ((-1, 0), (3, 0), (0, 97), (0, -1)):
         with pytest.raises(ValueError, match="there is no such place"):

@@ -52,7 +52,7 @@ from neuronpipe.plans.package.parsing.parse_experts import parse_experts, requir
 from neuronpipe.plans.package.parsing.parse_predictor import parse_predictor
 from neuronpipe.plans.package.parsing.parse_thresholds import parse_silent
 from neuronpipe.plans.package.source_experts import SHARED
-from neuronpipe.plans.package.tensors import fixed_matrices
+from neuronpipe.plans.package.tensors import fixed_matrices, row_lengths
 from neuronpipe.plans.strict_json import Record, parse_json, read_file
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
@@ -217,7 +217,7 @@ def _parse_end_tokens(record: Record, vocabulary: int) -> tuple[int, ...]:
 
 
 def _parse_layout(record: Record, model: ModelSpec, quantization: Quantization) -> Layout:
-    if quantization != "f16" and (model.width % 32 or model.query_width % 32):
+    if quantization != "f16" and (any(length % 32 for length in row_lengths(model).values())):
         record.fail("cluster_neurons", f"{quantization} needs row lengths that are multiples of 32")
     matrices = record.record("matrices")
     layout = Layout(

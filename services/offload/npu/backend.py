@@ -112,6 +112,8 @@ def refusal(manifest: Manifest) -> str | None:
         return f"onnx needs a gate and one of {', '.join(ACTIVATIONS)} without a threshold; this model has {kind}"
     if model.router_bias or model.attention_sinks:
         return "onnx computes neither routers with biases nor attention sinks; this model has them"
+    if model.latent_width:
+        return "onnx does not compute attention with latents, which this model has"
     if manifest.quantization == "f16":
         return "onnx needs a package in q8 or q4; this one is f16"
     return None
