@@ -119,8 +119,8 @@ def take_tensors(
     """Return (matrices, vectors) of a Checkpoint. Raises UserError as `Inventory.take`.
 
     names: names in the source
-    orders: order of the rows of `query`, `key` or `query_key_value`, if the source stores them in another order than
-        packages
+    orders: order of the rows of `query`, `key`, `query_key_value` or `latent_down`, where the source has them in
+        another order than packages
     norm_offset: added to the stored weights of norms
     down_by_neuron: the field of Checkpoint
     """
@@ -210,7 +210,10 @@ class _Tensors:
         prefix, layer = f"layers.{number}", self._names.layer.format(number)
         self._take_norm(f"{prefix}.attention_norm", f"{layer}{self._names.attention_norm}")
         self._take_norm(f"{prefix}.ffn_norm", f"{layer}{self._names.ffn_norm}")
-        self._take_projections(prefix, layer)
+        if self._model.latent_width:
+            self._take_latent_projections(prefix, layer)
+        else:
+            self._take_projections(prefix, layer)
         self._take_attention_output(prefix, layer)
         if self._model.head_norm or self._model.joint_norm:
             self._take_head_norms(prefix, layer)
@@ -235,6 +238,26 @@ class _Tensors:
             self.vectors[f"{prefix}.qkv.bias"] = tuple(
                 self._bias(stored[part], rows[part]).as_column().reordered(orders.get(part)) for part in rows
             )
+
+    def _take_latent_projections(self, prefix: str, layer: str) -> None:
+        model, orders, heads = self._model, self._orders, self._model.query_heads
+        down = self._weight(f"{layer}{self._name('latent_down')}", model.cached_width, model.width)
+        self.matrices[f"{prefix}.latent_down"] = (down.reordered(orders.get("latent_down")),)
+        norms = {"latent_norm": model.latent_width}
+        if model.query_rank:
+            query_down = self._weight(f"{layer}{self._name('query_down')}", model.query_rank, model.width)
+            self.matrices[f"{prefix}.query_down"] = (query_down,)
+            norms["query_down_norm"] = model.query_rank
+        for name, length in norms.items():
+            self.vectors[f"{prefix}.{name}"] = (self._weight(f"{layer}{self._name(name)}", length),)
+        query = self._weight(f"{layer}{self._name('query')}", heads * model.head_width, model.query_rank or model.width)
+        self.matrices[f"{prefix}.query"] = (query.reordered(orders.get("query")),)
+        rows = model.unrotated_width + model.value_width  # of one head: its keys, then its values
+        joint = self._weight(f"{layer}{self._name('latent_up')}", heads * rows, model.latent_width)
+        of_heads = np.arange(heads * rows, dtype=np.int64).reshape(heads, rows)
+        keys, values = np.split(of_heads, [model.unrotated_width], axis=1)
+        self.matrices[f"{prefix}.key_up"] = (joint.selected(keys.reshape(-1)),)
+        self.matrices[f"{prefix}.value_up"] = (joint.selected(values.reshape(-1)),)
 
     def _take_attention_output(self, prefix: str, layer: str) -> None:
         model, stored = self._model, f"{layer}{self._names.attention_output}"

@@ -16,7 +16,9 @@ from neuronpipe.plans.convert.joined_experts import is_in_mxfp4
 from neuronpipe.plans.convert.refusals import refuse_missing_config, refuse_other_directories
 from neuronpipe.plans.convert.rope import (
     attention_scale,
+    interleaved_ends,
     interleaved_order,
+    latent_scale,
     paired_order,
     rotated_width,
     scaled_frequencies,
@@ -53,7 +55,10 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         inventory = _inventory(path, files, open_file)
         model = architecture.read(config, inventory.has, Choices(options.activation, options.context_tokens))
         names, (frequencies, orders) = architecture.tensor_names(config), _positions(config, model, architecture)
-        if frequencies is not None:
+        if model.latent_width:
+            rotary_scale = math.sqrt(attention_scale(config, model.context_tokens))
+            model = replace(model, attention_scale=latent_scale(config), rotary_scale=rotary_scale)
+        elif frequencies is not None:
             model = _with_factor(model, frequencies, attention_scale(config, model.context_tokens))
         if architecture.joined_rows is not None:
             orders["query_key_value"] = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
@@ -101,6 +106,13 @@ def _positions(
     keys, empty unless only a part of each head rotates, or neighbours are pairs."""
     if model.positions != "rotary":
         return None, {}
+    if model.latent_width:
+        rotated = rotated_width(config, model.rotary_width, partial=False)
+        frequencies = scaled_frequencies(config, rotated, context_tokens=model.context_tokens)
+        if not architecture.is_interleaved(config):
+            return frequencies, {}
+        shapes = {"query": (model.query_heads, model.head_width), "latent_down": (1, model.cached_width)}
+        return frequencies, {part: interleaved_ends(*shape, model.rotary_width) for part, shape in shapes.items()}
     rotated = rotated_width(config, model.head_width, partial=architecture.partial_rotary)
     frequencies = scaled_frequencies(config, model.head_width, rotated, model.context_tokens)
     heads = {"query": model.query_heads, "key": model.key_heads}

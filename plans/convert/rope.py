@@ -69,6 +69,18 @@ def attention_scale(config: Record, context_tokens: int = 0) -> float:
     return ((0.1 * above * logarithm + 1) / (0.1 * below * logarithm + 1)) ** 2
 
 
+def latent_scale(config: Record) -> float:
+    """Return the factor of attention scores in classes with latents, which `mscale_all_dim` determines. There the root
+    of `attention_scale` concerns rotated elements alone."""
+    scaling = _scaling(config)
+    if scaling is None or _kind(scaling)[1] == "default":
+        return 1.0
+    if not scaling.has("mscale_all_dim"):
+        return 1.0
+    logarithm = math.log(max(1.0, scaling.number("factor", 1e-3, 1e6)))
+    return (0.1 * scaling.number("mscale_all_dim", 0.0, 1e2) * logarithm + 1) ** 2
+
+
 def rotated_width(config: Record, head_width: int, *, partial: bool) -> int:
     """Return the number of elements of a head that rotate, from the first on. Raises UserError if it is odd or 0.
 
@@ -111,6 +123,13 @@ def interleaved_order(heads: int, head_width: int) -> NDArray[np.int64]:
     pair in the file, into elements j and j + head_width / 2."""
     rows = np.arange(heads * head_width, dtype=np.int64).reshape(heads, head_width // 2, 2)
     return rows.swapaxes(1, 2).reshape(-1)
+
+
+def interleaved_ends(heads: int, head_width: int, rotated: int) -> NDArray[np.int64]:
+    """Return `interleaved_order` of heads of which only the last `rotated` elements form pairs."""
+    rows = np.arange(heads * head_width, dtype=np.int64).reshape(heads, head_width)
+    ends = rows[:, head_width - rotated :].reshape(heads, rotated // 2, 2).swapaxes(1, 2)
+    return np.concatenate((rows[:, : head_width - rotated], ends.reshape(heads, rotated)), axis=1).reshape(-1)
 
 
 def _scaling(config: Record) -> Record | None:

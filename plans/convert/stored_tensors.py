@@ -45,6 +45,10 @@ class StoredMatrix:
     def reordered(self, order: RowNumbers | None) -> StoredMatrix:
         return replace(self, order=order)
 
+    def selected(self, rows: RowNumbers) -> StoredMatrix:
+        """Return a matrix of some stored rows."""
+        return replace(self, rows=len(rows), order=rows)
+
     def rows_from(self, first: int, count: int) -> StoredMatrix:
         """Return a matrix of `count` stored rows, from row `first` on. Raises UserError if there are fewer."""
         if first + count > self.rows:

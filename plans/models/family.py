@@ -32,6 +32,9 @@ class TensorNames:
 
     stacked: one tensor has the matrices of all experts of a layer, one after the other
     query_key_value: the joined tensor of queries, keys and values; None: each has a separate tensor
+    latent_down, query_down: with latents, the matrices that compute the latent and the rotated part of keys, and the
+        input of queries; latent_norm, query_down_norm: their norms
+    latent_up: the matrix of the keys, without their rotated part, and values of all heads, head after head
     first_position: number of rows of `positions` before the row of position 0
     gate_up: the tensor in which the rows of each expert's gate precede those of its up
     joined_gate_up: the tensor in which the rows of gate and up of all experts alternate
@@ -60,6 +63,11 @@ class TensorNames:
     query_norm: str | None = None
     key_norm: str | None = None
     gate_up: str | None = None
+    latent_down: str | None = None
+    latent_norm: str | None = None
+    latent_up: str | None = None
+    query_down: str | None = None
+    query_down_norm: str | None = None
     joined_gate_up: str | None = None
     sinks: str | None = None
     positions: str | None = None
@@ -89,7 +97,8 @@ class Architecture:
     norm_offset: added to the stored weight of every norm
     partial_rotary: only a part of each head is rotated, from the first element on: `partial_rotary_factor` of it, or
         `rotary_dim` elements
-    interleaved: rotary positions rotate neighbouring elements as a pair, not element i with i + head_width / 2
+    interleaved: rotary positions rotate neighbouring elements as a pair, not element i with i + head_width / 2; or a
+        function of the configuration that says so
     extra_layers: the key of the number of layers behind the last one, which predict further tokens and are left out
     """
 
@@ -101,8 +110,11 @@ class Architecture:
     harmless: str = r"(?!)"
     norm_offset: float = 0.0
     partial_rotary: bool = False
-    interleaved: bool = False
+    interleaved: bool | Callable[[Record], bool] = False
     extra_layers: str | None = None
+
+    def is_interleaved(self, config: Record) -> bool:
+        return self.interleaved(config) if callable(self.interleaved) else self.interleaved
 
     def tensor_names(self, config: Record) -> TensorNames:
         return self.names(config) if callable(self.names) else self.names

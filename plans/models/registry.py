@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from neuronpipe.plans.models import (
     arcee,
+    deepseek,
     ernie,
     falcon,
     glm4_moe,
@@ -47,6 +48,7 @@ FAMILIES: Mapping[str, Family] = {
         ernie.FAMILY,
         hunyuan.FAMILY,
         phi.FAMILY,
+        deepseek.FAMILY,
     )
 }
 

@@ -72,6 +72,9 @@ MODEL_TYPES = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "PhimoeForCausalLM": "phimoe",
     "Phi3ForCausalLM": "phi3",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GraniteMoeForCausalLM": "granitemoe",
 }
 
@@ -111,6 +114,9 @@ MIXTRAL = Parts(router="block_sparse_moe.gate", experts="block_sparse_moe.expert
 PARTS = {
     "Glm4MoeForCausalLM": DEEPSEEK,
     "Dots1ForCausalLM": DEEPSEEK,
+    "DeepseekV2ForCausalLM": Parts(shared="mlp.shared_experts."),
+    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": DEEPSEEK,
     "Qwen2MoeForCausalLM": Parts(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate"),
     "OlmoeForCausalLM": Parts(norms=NORMS, whole_norms=True),
     "Ernie4_5_MoeForCausalLM": Parts(
@@ -353,6 +359,55 @@ RECIPES = {
                 "residual_multiplier": 0.8, "attention_multiplier": 0.3,
             },
         ),
+        Recipe(
+            "deepseek v2", "DeepseekV2ForCausalLM", "silu", 128, 60, 3, 4, 4, 16, dtype="BF16", experts=10, shared=120,
+            dense=(0,),
+            config={
+                "n_routed_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 60, "n_shared_experts": 2,
+                "intermediate_size": 200, "first_k_dense_replace": 1, "topk_method": "greedy", "norm_topk_prob": False,
+                "routed_scaling_factor": 1.5, "q_lora_rank": None, "kv_lora_rank": 64, "qk_rope_head_dim": 16,
+                "qk_nope_head_dim": 32, "v_head_dim": 24,
+                "rope_scaling": {
+                    "type": "yarn", "factor": 40.0, "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0,
+                    "mscale_all_dim": 0.707, "original_max_position_embeddings": 32,
+                },
+            },
+        ),
+        Recipe(
+            "deepseek v2 groups", "DeepseekV2ForCausalLM", "silu", 96, 64, 3, 6, 6, 32, seed=7, experts=12,
+            shared=64,
+            config={
+                "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "n_shared_experts": 1,
+                "intermediate_size": 150, "first_k_dense_replace": 0, "topk_method": "group_limited_greedy",
+                "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 4.0,
+                "q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 16,
+                "v_head_dim": 16,
+            },
+        ),
+        Recipe(
+            "deepseek v3", "DeepseekV3ForCausalLM", "silu", 96, 64, 4, 4, 4, 16, dtype="BF16", seed=7, experts=12,
+            shared=64, dense=(0, 1),
+            config={
+                "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "n_shared_experts": 1,
+                "intermediate_size": 150, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2,
+                "norm_topk_prob": True, "routed_scaling_factor": 2.5, "q_lora_rank": 96, "kv_lora_rank": 32,
+                "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_nextn_predict_layers": 0,
+                "rope_scaling": {
+                    "rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0,
+                    "mscale_all_dim": 1.0, "original_max_position_embeddings": 32,
+                },
+            },
+        ),
+        Recipe(
+            "glm4 lite", "Glm4MoeLiteForCausalLM", "silu", 160, 60, 3, 5, 5, 16, experts=8, shared=60, dense=(0,),
+            shards=2,
+            config={
+                "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 60, "n_shared_experts": 1,
+                "intermediate_size": 200, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+                "routed_scaling_factor": 1.8, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16,
+                "qk_nope_head_dim": 24, "v_head_dim": 32, "rope_interleave": False, "rms_norm_eps": 1e-3,
+            },
+        ),
     )
 }  # fmt: skip
 
@@ -572,9 +627,14 @@ def _mixture_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
     for layer in range(recipe.layers):
         name = f"model.layers.{layer}"
         yield from norm(f"{name}.input_layernorm")
-        for part, rows in (("q", heads_width), ("k", keys_width), ("v", keys_width)):
-            yield from projection(f"{name}.self_attn.{part}_proj", rows, width, 1.3)
-        if recipe.config.get("use_qk_norm", True):
+        if "kv_lora_rank" in recipe.config:
+            heads_width = recipe.query_heads * recipe.config["v_head_dim"]
+            for part, shape, deviation, centre in _latent_attention(recipe):
+                yield made(f"{name}.self_attn.{part}.weight", shape, deviation, centre)
+        else:
+            for part, rows in (("q", heads_width), ("k", keys_width), ("v", keys_width)):
+                yield from projection(f"{name}.self_attn.{part}_proj", rows, width, 1.3)
+        if "kv_lora_rank" not in recipe.config and recipe.config.get("use_qk_norm", True):
             for one, values in zip(parts.norms, (heads_width, keys_width), strict=False):
                 yield made(f"{name}.self_attn.{one}.weight", (values if parts.whole_norms else head_width,), 0.3, 1.2)
         yield from projection(f"{name}.self_attn.o_proj", width, heads_width, 0.5)
@@ -588,6 +648,22 @@ def _mixture_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
     if recipe.config.get("lm_head_bias"):
         yield made("lm_head.bias", (recipe.vocabulary,), 2.0)
+
+
+def _latent_attention(recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...], float, float]]:
+    """Name, shape, deviation and centre of matrices and norms. The input of queries is so small that epsilon counts."""
+    settings, heads, width = recipe.config, recipe.query_heads, recipe.width
+    rank, latent, rotated = settings["q_lora_rank"], settings["kv_lora_rank"], settings["qk_rope_head_dim"]
+    head, values = settings["qk_nope_head_dim"] + rotated, settings["v_head_dim"]
+    if rank is None:
+        yield "q_proj", (heads * head, width), 1.3 * width**-0.5, 0.0
+    else:
+        yield "q_a_proj", (rank, width), 0.005 * width**-0.5, 0.0
+        yield "q_a_layernorm", (rank,), 0.3, 1.0
+        yield "q_b_proj", (heads * head, rank), 1.3 * rank**-0.5, 0.0
+    yield "kv_a_proj_with_mqa", (latent + rotated, width), 1.3 * width**-0.5, 0.0
+    yield "kv_a_layernorm", (latent,), 0.3, 1.0
+    yield "kv_b_proj", (heads * (head - rotated + values), latent), 1.3 * latent**-0.5, 0.0
 
 
 def _phi3_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:

@@ -50,6 +50,9 @@ def main() -> None:
         transformers.MiniMaxM2Config,
         transformers.PhimoeConfig,
         transformers.GraniteMoeConfig,
+        transformers.DeepseekV2Config,
+        transformers.DeepseekV3Config,
+        transformers.Glm4MoeLiteConfig,
     )
     table = {"transformers": transformers.__version__, **{owner.__name__: defaults(owner) for owner in owners}}
     Path(__file__).with_name("defaults.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
