@@ -169,6 +169,13 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
     return {**kinds, "other": total - sum(kinds.values()), "total": total}
 
 
+def _heads(model: dict[str, Any]) -> str:
+    heads = f"{model['query_heads']} query heads"
+    if model["latent_width"]:
+        return f"{heads} of {model['head_width']} on latents of {model['latent_width']} + {model['rotary_width']}"
+    return f"{heads} on {model['key_heads']} key heads of {model['head_width']}"
+
+
 def render(description: dict[str, Any]) -> str:
     model, layout, sizes = description["model"], description["layout"], description["bytes"]
     source = description["source"]
@@ -183,7 +190,7 @@ def render(description: dict[str, Any]) -> str:
         f"  source  {source['kind']}: {source['name']} ({source['architecture']})",
         *([f"  stored  {_stored(description)}"] if _stored(description) else []),
         f"  shape   {model['layers']} layers of width {model['width']:,} with {experts}{model['neurons']:,} neurons; "
-        f"{model['query_heads']} query heads on {model['key_heads']} key heads of {model['head_width']}; "
+        f"{_heads(model)}; "
         f"vocabulary {model['vocabulary']:,}; context {model['context_tokens']:,}{window}",
         f"  chat    {'by its own template' if description['chat_template'] else NO_TEMPLATE}",
         "",

@@ -130,7 +130,15 @@ def test_experts_are_guessed_while_flash_is_idle_and_change_no_bit(
 @pytest.mark.parametrize("tokens", [1, 5, CHUNK])
 @pytest.mark.parametrize(
     ("name", "predicts"),
-    [("qwen3", False), ("gated layer norm", True), ("mixtral", False), ("smallthinker", True), ("glm", False)],
+    [
+        ("qwen3", False),
+        ("gated layer norm", True),
+        ("mixtral", False),
+        ("smallthinker", True),
+        ("glm", False),
+        ("latents of a mixture", False),
+        ("latents with relu", True),
+    ],
 )
 def test_who_takes_part_and_whose_blocks_are_which_may_change_with_every_step(
     name: str, tokens: int, predicts: bool, packages: Packages, tmp_path: Path

@@ -35,11 +35,13 @@ class OpenClBackend(OffloadBackend):
         return describe(self._device_name)
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
-        """Return None for an accelerator and a quantized model without SiLU or gates in q3, else the reason."""
+        """Return None for an accelerator and a quantized model without SiLU, latents and gates in q3, or why not."""
         if phase != "accelerator":
             return "opencl computes blocks of decode steps; write accelerator=opencl"
         if manifest.model.all_neurons_fire:
             return f"opencl computes activation functions of the ReLU kind; this model has {manifest.model.activation}"
+        if manifest.model.latent_width:
+            return "opencl does not compute attention with latents, which this model has"
         if manifest.quantization == "f16":
             return "opencl needs a quantized package; this one is f16"
         if manifest.trigger_quantization == "q3":

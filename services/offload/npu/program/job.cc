@@ -80,7 +80,7 @@ void Job::read_shape()
     if (!shape.gated || shape.activation_threshold != 0)
         run_fail("model", "this worker needs a gate, and no threshold; use our own prefill worker");
     for (const char *name : {"router_bias", "attention_sinks", "shared_experts", "choosing_bias", "normalized_shares", "router_groups", "routed_scale",
-                             "joint_norm", "norm_after_rotation", "logit_bias", "rotary_scale"})
+                             "joint_norm", "norm_after_rotation", "logit_bias", "rotary_scale", "latent_width"})
         if (json_has(m, (std::string("model/") + name).c_str()))
             run_fail("model", "this worker does not compute this model's routers or attention; use our own prefill worker");
     shape.width = number(m, "model/width");
