@@ -157,12 +157,15 @@ void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
 
 /* Attention of query heads that share fp16 keys and values [positions, width], which are read once for four heads.
  * queries and out: [heads, width]. A head's bits do not depend on the others. sinks: [heads] scores that join each
- * softmax and whose shares are dropped, or NULL. scores: scratch of min(heads, 4) * (positions + 1) floats. */
+ * softmax and whose shares are dropped, or NULL. score_cap: scores are soft-capped, other than sinks; 0: they are not. scores: scratch of min(heads, 4) * (positions + 1) floats. */
 void np_attend(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
-               float scale, const float *sinks, float *scores, float *out);
+               float scale, float score_cap, const float *sinks, float *scores, float *out);
 
 /* y[j] += x[j]. */
 void np_add(const float *x, size_t n, float *y);
+
+/* x[j] = cap * tanh(x[j] / cap), with the same bits on every instruction set; absolute error below cap * 2e-7. */
+void np_soft_cap(float *x, size_t n, float cap);
 
 /* out[j] = sum over i < count of rows[i*stride + j], pairwise in a fixed tree over i: ((0+1)+(2+3))+((4+5)+...). */
 void np_sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out);
@@ -523,8 +526,10 @@ void np_loader_read_state(const np_loader *loader, np_loader_state *out);
  * claims the next head, rows or block of neurons. Results do not depend on which participant claims what: a row, head
  * or block is always computed as a whole, by the same kernel, in index order. Participants and their blocks may change
  * with every step. */
-enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3, NP_CLAMPED_SWIGLU = 4 };
+enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3, NP_CLAMPED_SWIGLU = 4, NP_GELU = 5 };
 enum { NP_NORM_RMS = 0, NP_NORM_LAYER = 1 };
+/* Norms of what attention and feed-forward read (before), or of what they add to the residual stream (after), or both. */
+enum { NP_NORMS_BEFORE = 0, NP_NORMS_AFTER = 1, NP_NORMS_BOTH = 2 };
 /* The input of a layer's predictor or router: the normed input of its attention or feed-forward. Routers may read the
  * layer's input instead, predictors the residual stream before the feed-forward's norm. */
 enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1, NP_READS_LAYER = 2, NP_READS_RESIDUAL = 3 };
@@ -560,18 +565,21 @@ typedef struct {
     uint32_t query_rank;            /* with latents: the width of the input of queries; 0: that is the layer's input */
     int32_t norm;                   /* NP_NORM_RMS, NP_NORM_LAYER: of the residual stream */
     float norm_epsilon;             /* of all norms */
+    int32_t norms;                  /* NP_NORMS_* */
     int32_t head_norm;              /* 1: each head of queries and keys is RMS-normed before it is rotated */
     int32_t norm_after_rotation;    /* 1: with head_norm, after they are rotated */
     int32_t joint_norm;             /* 1: all heads of queries are RMS-normed together before they are rotated, and all heads of keys */
     int32_t rotary;                 /* 1: heads are rotated; 0: learned position embeddings are added to the token embeddings */
     int32_t type;                   /* the inputs of the layers' matrices are prepared for this type: each has it, or another that reads the same inputs. With
-                                     * NP_SILU and NP_CLAMPED_SWIGLU attention's matrices may have any quantized type */
+                                     * NP_SILU, NP_CLAMPED_SWIGLU and NP_GELU attention's matrices may have any quantized type */
     int32_t activation;             /* NP_RELU ...; without a gate NP_RELU or NP_RELU2 */
     float activation_threshold;     /* a neuron fires if its trigger exceeds this; nonzero only with NP_RELU */
     float activation_limit;         /* NP_CLAMPED_SWIGLU: the limit of gate, from above, and of up, on both sides; otherwise 0 */
     float embedding_scale, logit_scale; /* factors of token embeddings and of logits */
     float rotary_scale;             /* a factor of the rotated elements of queries and keys */
     float attention_scale;          /* a factor of attention scores, besides 1 / sqrt(head_width) */
+    float local_attention_scale;    /* the same of layers with local positions */
+    float score_cap, logit_cap;     /* attention scores and logits are soft-capped at this; 0: they are not */
     float residual_scale;           /* a factor of what attention and feed-forward add to the residual stream */
     int32_t parallel;               /* 1: feed-forward and attention read the same input; 0: the feed-forward reads attention's result */
     int32_t gated;                  /* 1: a neuron's value is activation(gate) * up; 0: activation(up), without a gate */
@@ -611,7 +619,8 @@ typedef struct {
     np_matrix latent_down, query_down; /* with latents: [latent_width+rotary_width, width], [query_rank, width]; there is no qkv then */
     np_matrix query, key_up, value_up; /* [query_heads*head_width, query_rank or width]; [query_heads*(head_width-rotary_width), latent_width]: rows are
                                         * multiplied with the elements of queries, and added; [query_heads*value_width, latent_width] */
-    np_norm attention_norm, ffn_norm;
+    np_norm attention_norm, ffn_norm;               /* unless shape.norms is NP_NORMS_AFTER */
+    np_norm attention_output_norm, ffn_output_norm; /* unless shape.norms is NP_NORMS_BEFORE */
     const float *qkv_bias, *attention_output_bias;  /* NULL: none */
     const float *query_norm, *key_norm;             /* [head_width] with shape.head_norm; all heads' widths with shape.joint_norm */
     const float *latent_norm, *query_down_norm;     /* [latent_width], [query_rank]; their epsilon is 1e-6 */
@@ -623,6 +632,7 @@ typedef struct {
     const float *sinks;                             /* [query_heads] scores that join each softmax and whose shares are dropped; NULL: none */
     const np_predictor *predictors;                 /* [experts], with shape.predictor_rank > 0 */
     int32_t rotary;                                 /* 0: heads are not rotated in this layer, even with shape.rotary */
+    int32_t local_positions;                        /* 1: heads are rotated by fixed.local_inverse_frequency */
     float silent_below; /* NP_SILU only: a neuron fires if |silu(gate)| is not less than this; 0: if its gate is not 0 */
 } np_layer;
 
@@ -631,6 +641,7 @@ typedef struct {
     np_norm output_norm;
     const float *output_bias;        /* [vocabulary]; NULL: none */
     const float *inverse_frequency;  /* [head_width/2], with latents [rotary_width/2]; with shape.rotary; 0: the pair is not rotated */
+    const float *local_inverse_frequency; /* the same, if a layer has local positions */
     const float *position_embedding; /* [context_tokens][width], without shape.rotary */
     const np_layer *layers;
 } np_fixed;
@@ -648,6 +659,7 @@ typedef struct {
     float *attention;  /* likewise */
     float *hidden;     /* [P][blocks*block_neurons]: gates, if any; then values */
     float *partials;   /* [partial_tokens*experts_per_token][blocks][width] */
+    float *changes;    /* [T][width] outputs of attention and feed-forward before their norms; unused with NP_NORMS_BEFORE */
     float *ranks;      /* [P][predictor_rank]; NULL without a predictor */
     uint8_t *predicted;/* [G][blocks*block_neurons][(T+7)/8], bit t%8 of byte t/8: predicted for token t of the group; NULL without a
                         * predictor */

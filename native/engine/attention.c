@@ -7,12 +7,13 @@
  *   qkv      a block's scores; a head of      predictions; queries, this position's keys and values
  *            q, k or v
  *   attend   (query heads of a key, token)    attention
- *   project  rows of the output matrix        residual
+ *   project  rows of the output matrix        residual, or changes, which one more stage norms and adds
  */
 #include "engine/attention.h"
 
 #include <string.h>
 
+#include "engine/changes.h"
 #include "engine/latent.h"
 #include "engine/prediction.h"
 #include "engine/vectors.h"
@@ -26,26 +27,26 @@ static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequenc
     return engine->shared.kv + head * s->context_tokens * s->head_width;
 }
 
-static void rotate(const np_engine *engine, int32_t position, float *head)
+static void rotate(const np_engine *engine, const float *inverse_frequency, int32_t position, float *head)
 {
     const np_shape *s = &engine->shape;
     const size_t half = s->head_width / 2;
-    np_rope(head, s->head_width, engine->fixed.inverse_frequency, position);
+    np_rope(head, s->head_width, inverse_frequency, position);
     for (size_t j = 0; s->rotary_scale != 1.0f && j < half; j++)
-        if (engine->fixed.inverse_frequency[j] != 0.0f) {
+        if (inverse_frequency[j] != 0.0f) {
             head[j] *= s->rotary_scale;
             head[j + half] *= s->rotary_scale;
         }
 }
 
 /* Norm and rotate a query or a key, if the model and the layer do. */
-static void norm_and_rotate(const np_engine *engine, const float *norm, int rotary, int32_t position, float *head)
+static void norm_and_rotate(const np_engine *engine, const np_layer *l, const float *norm, int32_t position, float *head)
 {
     const np_shape *s = &engine->shape;
     if (s->head_norm && !s->norm_after_rotation)
         np_rms_norm(head, norm, s->head_width, s->norm_epsilon, head);
-    if (s->rotary && rotary)
-        rotate(engine, position, head);
+    if (s->rotary && l->rotary)
+        rotate(engine, l->local_positions ? engine->fixed.local_inverse_frequency : engine->fixed.inverse_frequency, position, head);
     if (s->norm_after_rotation)
         np_rms_norm(head, norm, s->head_width, s->norm_epsilon, head);
 }
@@ -69,9 +70,9 @@ static void norm_jointly(np_engine *engine, uint32_t layer)
         np_rms_norm(query, l->query_norm, s->query_heads * width, s->norm_epsilon, query);
         np_rms_norm(key, l->key_norm, s->key_heads * width, s->norm_epsilon, key);
         for (uint32_t head = 0; head < s->query_heads; head++)
-            norm_and_rotate(engine, NULL, l->rotary, engine->position[t], query + head * width);
+            norm_and_rotate(engine, l, NULL, engine->position[t], query + head * width);
         for (uint32_t head = 0; head < s->key_heads; head++) {
-            norm_and_rotate(engine, NULL, l->rotary, engine->position[t], key + head * width);
+            norm_and_rotate(engine, l, NULL, engine->position[t], key + head * width);
             np_f32_to_f16(key + head * width, width,
                           kv_of(engine, layer, (uint32_t)engine->sequence[t], head, 0) + (size_t)engine->position[t] * width);
         }
@@ -88,11 +89,11 @@ static void store_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_
         float *query = engine->shared.queries + ((size_t)t * s->query_heads + head) * width;
         memcpy(query, values, width * sizeof *values);
         if (!s->joint_norm)
-            norm_and_rotate(engine, l->query_norm, l->rotary, engine->position[t], query);
+            norm_and_rotate(engine, l, l->query_norm, engine->position[t], query);
     } else if (head < s->query_heads + s->key_heads && s->joint_norm) {
         memcpy(raw_key(engine, t) + (head - s->query_heads) * width, values, width * sizeof *values);
     } else if (head < s->query_heads + s->key_heads) {
-        norm_and_rotate(engine, l->key_norm, l->rotary, engine->position[t], values);
+        norm_and_rotate(engine, l, l->key_norm, engine->position[t], values);
         np_f32_to_f16(values, width, kv_of(engine, layer, sequence, head - s->query_heads, 0) + position * width);
     } else {
         const uint32_t key_head = head - s->query_heads - s->key_heads;
@@ -144,7 +145,8 @@ static void attend(np_engine *engine, uint32_t layer)
     const uint32_t heads_per_key = s->query_heads / s->key_heads;
     const uint32_t heads = s->key_heads * engine->count >= engine->participants ? heads_per_key : 1;
     const float *sinks = engine->fixed.layers[layer].sinks;
-    const float scale = s->attention_scale / __builtin_sqrtf((float)s->head_width);
+    const float factor = engine->fixed.layers[layer].local_positions ? s->local_attention_scale : s->attention_scale;
+    const float scale = factor / __builtin_sqrtf((float)s->head_width);
     const uint64_t started = np_clock_ns();
     const uint32_t pieces = s->query_heads / heads * engine->count;
     for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NONE;) {
@@ -153,7 +155,7 @@ static void attend(np_engine *engine, uint32_t layer)
         const uint32_t first = window && positions > window ? positions - window : 0;
         const size_t offset = ((size_t)t * s->query_heads + head) * width;
         np_attend(engine->shared.queries + offset, heads, kv_of(engine, layer, sequence, head / heads_per_key, 0) + first * width,
-                  kv_of(engine, layer, sequence, head / heads_per_key, 1) + first * width, positions - first, width, scale,
+                  kv_of(engine, layer, sequence, head / heads_per_key, 1) + first * width, positions - first, width, scale, s->score_cap,
                   sinks ? sinks + head : NULL, engine->scores, engine->shared.attention + offset);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
@@ -186,12 +188,16 @@ int np_add_projection(np_engine *engine, uint32_t layer)
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->width - row < NP_PIECE_ROWS ? s->width - row : NP_PIECE_ROWS;
         get_products(engine, &l->attention_output, row, rows, s->width, l->attention_output_bias);
         for (uint32_t t = 0; t < engine->count; t++) {
-            np_scale(engine->rows + t * engine->max_rows, rows, s->residual_scale);
-            np_add(engine->rows + t * engine->max_rows, rows, engine->shared.residual + (size_t)t * s->width + row);
+            float *products = engine->rows + t * engine->max_rows;
+            if (np_norms_outputs(engine))
+                memcpy(engine->shared.changes + (size_t)t * s->width + row, products, rows * sizeof *products);
+            else
+                np_add_change(engine, t, row, rows, products);
         }
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_PROJECT, layer, 0, engine->step, started);
-    return np_meet(engine);
+    const int done = np_meet(engine);
+    return done >= 0 && np_norms_outputs(engine) ? np_add_normed_changes(engine, &l->attention_output_norm) : done;
 }
 
 static int predict(np_engine *engine, const np_norm *norm)
@@ -204,7 +210,7 @@ static int predict(np_engine *engine, const np_norm *norm)
 int np_begin_attention(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
-    const np_norm *norm = &engine->fixed.layers[layer].attention_norm;
+    const np_norm *norm = np_input_norm(engine, &engine->fixed.layers[layer].attention_norm);
     engine->layer = layer;
     const np_matrix *qkv = s->latent_width ? &engine->fixed.layers[layer].latent_down : &engine->fixed.layers[layer].qkv;
     engine->vectors.type = qkv->quants ? qkv->type : s->type;

@@ -1,5 +1,6 @@
 #include "engine/block_sums.h"
 
+#include "engine/changes.h"
 #include "engine/work.h"
 
 int np_fit_all_sums(const np_engine *engine)
@@ -7,7 +8,7 @@ int np_fit_all_sums(const np_engine *engine)
     return engine->count <= engine->config.partial_tokens;
 }
 
-/* Add a row of block sums to a token's residual stream, in these columns. */
+/* Add a row of block sums to a token's residual stream or changes, in these columns. */
 static void add_block_sums(np_engine *engine, uint32_t row, uint32_t token, np_range columns)
 {
     const np_shape *s = &engine->shape;
@@ -18,8 +19,7 @@ static void add_block_sums(np_engine *engine, uint32_t row, uint32_t token, np_r
         np_sum_tree_on(sums, engine->offloaded_blocks, s->blocks, s->width, count, engine->rows);
         if (bias)
             np_add(bias + column, count, engine->rows);
-        np_scale(engine->rows, count, s->residual_scale);
-        np_add(engine->rows, count, engine->shared.residual + (size_t)token * s->width + column);
+        np_add_change(engine, token, column, count, engine->rows);
     }
 }
 

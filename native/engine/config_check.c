@@ -49,6 +49,8 @@ static const char *invalid_size(const np_shape *s)
                                     np_quant_bytes(s->type, np_output_columns(s)) > 0},
                 {"vocabulary", s->vocabulary > 0}, {"context_tokens", s->context_tokens > 0},
                 {"norm", s->norm == NP_NORM_RMS || s->norm == NP_NORM_LAYER},
+                {"norms", s->norms == NP_NORMS_BEFORE || ((s->norms == NP_NORMS_AFTER || s->norms == NP_NORMS_BOTH) && !s->parallel)},
+                {"score_cap", s->score_cap >= 0.0f && isfinite(s->score_cap)}, {"logit_cap", s->logit_cap >= 0.0f && isfinite(s->logit_cap)},
                 {"activation", s->activation == NP_RELU || s->activation == NP_RELU2 ||
                                    (s->gated && (s->activation == NP_DRELU || np_is_smooth(s)))},
                 {"activation_limit", s->activation == NP_CLAMPED_SWIGLU ? s->activation_limit > 0.0f && isfinite(s->activation_limit)
@@ -109,10 +111,16 @@ static const char *invalid_place(const np_shape *s)
                 {"down", is_down_placed(s)});
 }
 
+/* True if stages of a step may be computed by others: by an external runtime, or by an accelerator. */
+static int may_be_offloaded(const np_shape *s)
+{
+    return s->norms == NP_NORMS_BEFORE && s->score_cap == 0.0f && s->logit_cap == 0.0f;
+}
+
 /* True if an external runtime can compute all of a layer's products. */
 static int may_have_external_products(const np_engine_config *p, const np_shape *s)
 {
-    return s->gated && !np_is_smooth(s) && s->type != NP_F16 && (!s->predictor_rank || p->hints);
+    return s->gated && !np_is_smooth(s) && may_be_offloaded(s) && s->type != NP_F16 && (!s->predictor_rank || p->hints);
 }
 
 static const char *invalid_config(const np_engine_config *p, const np_shape *s)
@@ -123,7 +131,7 @@ static const char *invalid_config(const np_engine_config *p, const np_shape *s)
                 {"external_products", !p->external_products || may_have_external_products(p, s)},
                 {"down_by_output", !s->down_by_output || !(p->external_products || p->offload_blocks || (s->predictor_rank && !p->hints))},
                 {"product_blocks", !p->external_products || (p->product_blocks && p->product_blocks <= p->window_blocks)},
-                {"offload_blocks", !p->offload_blocks || (!p->external_products && !np_is_smooth(s) && s->type != NP_F16 && p->partial_tokens >= p->max_tokens)},
+                {"offload_blocks", !p->offload_blocks || (!p->external_products && !np_is_smooth(s) && may_be_offloaded(s) && s->type != NP_F16 && p->partial_tokens >= p->max_tokens)},
                 {"partial_tokens", p->external_products || (p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks))});
 }
 
@@ -196,6 +204,23 @@ static const char *invalid_experts(const np_shape *s, const np_fixed *fixed)
     return NULL;
 }
 
+/* Check that the norms and the table of rotary positions that a layer needs exist. */
+static const char *invalid_norms(const np_shape *s, const np_fixed *fixed, const np_engine_config *p)
+{
+    for (uint32_t n = 0; n < s->layers; n++) {
+        const np_layer *l = &fixed->layers[n];
+        if (s->norms != NP_NORMS_BEFORE && !l->attention_output_norm.weight)
+            return "attention_output_norm";
+        if (s->norms != NP_NORMS_BEFORE && !l->ffn_output_norm.weight)
+            return "ffn_output_norm";
+        if (l->local_positions && (!s->rotary || !fixed->local_inverse_frequency || p->external_products || p->offload_blocks))
+            return "local_positions";
+        if (l->local_positions && !(s->local_attention_scale > 0.0f && isfinite(s->local_attention_scale)))
+            return "local_attention_scale";
+    }
+    return NULL;
+}
+
 static const char *invalid_layer(const np_shape *s, const np_fixed *fixed, const np_engine_config *p)
 {
     for (uint32_t n = 0; (p->external_products || p->offload_blocks) && n < s->layers; n++)
@@ -224,6 +249,10 @@ const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const
         wrong = invalid_matrix(shape, fixed);
     if (!wrong)
         wrong = invalid_layer(shape, fixed, config);
+    if (!wrong)
+        wrong = invalid_norms(shape, fixed, config);
+    if (!wrong && shape->norms != NP_NORMS_BEFORE && !shared->changes)
+        wrong = "changes";
     if (!wrong && config->external_products && !(shared->inputs && shared->outputs))
         wrong = shared->inputs ? "outputs" : "inputs";
     if (!wrong && shape->predictor_rank && !(shared->ranks && shared->predicted))

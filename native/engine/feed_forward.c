@@ -19,6 +19,7 @@
 #include <string.h>
 
 #include "engine/block_sums.h"
+#include "engine/changes.h"
 #include "engine/clusters.h"
 #include "engine/experts.h"
 #include "engine/neurons.h"
@@ -404,7 +405,9 @@ int np_begin_feed_forward(np_engine *engine, uint32_t layer)
     const np_shape *s = &engine->shape;
     int done = NP_OK;
     engine->layer = layer;
-    const np_norm *norm = &engine->fixed.layers[layer].ffn_norm;
+    const np_norm *norm = np_input_norm(engine, &engine->fixed.layers[layer].ffn_norm);
+    if (np_norms_outputs(engine))
+        np_clear_own_changes(engine);
     engine->vectors.type = s->type;
     np_prepare_vectors(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
     if (np_router_reads(engine, NP_READS_FEED_FORWARD))
@@ -433,5 +436,7 @@ int np_feed_forward(np_engine *engine, uint32_t layer)
         done = compute_groups(engine);
     np_trace_put(&engine->shared.trace, NP_SPAN_NEURONS, layer, (uint32_t)(engine->counters.active - active), engine->step, started);
     np_close_window(engine); /* also after errors: nothing is read from here on */
-    return done >= 0 && np_fit_all_sums(engine) ? np_end_feed_forward(engine) : done;
+    if (done >= 0 && np_fit_all_sums(engine))
+        done = np_end_feed_forward(engine);
+    return done >= 0 && np_norms_outputs(engine) ? np_add_normed_changes(engine, &engine->fixed.layers[layer].ffn_output_norm) : done;
 }

@@ -45,6 +45,8 @@ static void multiply_output(np_engine *engine)
         np_dot_rows(m->type, (const uint8_t *)m->quants + row * quant_bytes, (const uint8_t *)m->scales + row * scale_bytes, rows,
                     s->width, engine->vectors.prepared, engine->vectors.stride, engine->logits_count, bias ? bias + row : NULL, engine->shared.logits + row,
                     s->vocabulary);
+        for (uint32_t t = 0; s->logit_cap != 0.0f && t < engine->logits_count; t++)
+            np_soft_cap(engine->shared.logits + (size_t)t * s->vocabulary + row, rows, s->logit_cap);
         engine->counters.matrix_rows += (uint64_t)rows * engine->logits_count;
     }
 }

@@ -6,6 +6,7 @@
 #include "engine/neuron_rows.h"
 #include "engine/prediction.h"
 #include "engine/triggers.h"
+#include "kernels/exponential.h"
 
 /* The activation of gpt-oss. NaN stays NaN. */
 static float clamped_swiglu(float limit, float gate, float up)
@@ -23,6 +24,8 @@ static float activate(const np_shape *s, float gate, float up)
         return up > 0.0f ? gate * up : 0.0f;
     case NP_RELU2:
         return gate * gate * up;
+    case NP_GELU:
+        return np_gelu(gate) * up;
     case NP_CLAMPED_SWIGLU:
         return clamped_swiglu(s->activation_limit, gate, up);
     default:

@@ -208,7 +208,7 @@ static void group_tokens(np_engine *engine, uint32_t layer, const float *weights
 static const float *router_input(np_engine *engine, uint32_t layer, const float *x)
 {
     const np_shape *s = &engine->shape;
-    if (s->router_reads != NP_READS_FEED_FORWARD)
+    if (s->router_reads != NP_READS_FEED_FORWARD || s->norms == NP_NORMS_AFTER)
         return x;
     np_norm_vector(engine, &engine->fixed.layers[layer].ffn_norm, x, s->width, engine->vector);
     return engine->vector;

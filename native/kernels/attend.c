@@ -6,7 +6,7 @@
 enum { CHUNK = 64 }; /* positions per chunk: their values stay in the first-level cache for all heads */
 
 void np_attend(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
-               float scale, const float *sinks, float *scores, float *out) {
+               float scale, float score_cap, const float *sinks, float *scores, float *out) {
     const np_isa *isa = np_isa_current();
     const size_t stride = positions + (sinks != NULL); /* a sink's score lies behind those of the positions */
     float sums[NP_TOKEN_BLOCK];
@@ -25,6 +25,7 @@ void np_attend(const float *queries, size_t heads, const uint16_t *keys, const u
         };
         isa->dot_rows[NP_F16](&job);
         for (size_t i = 0; i < count * stride; i++) scores[i] *= scale;
+        for (size_t h = 0; h < count && score_cap != 0.0f; h++) np_soft_cap(scores + h * stride, positions, score_cap);
         for (size_t h = 0; h < count && sinks; h++) scores[h * stride + positions] = sinks[first + h];
         for (size_t h = 0; h < count; h++) sums[h] = isa->softmax_weights(scores + h * stride, stride);
         for (size_t p = 0; p < positions; p += CHUNK) {

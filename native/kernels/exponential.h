@@ -23,6 +23,20 @@ NP_INLINE float np_exponential(float x) {
     return x < -87.0f ? 0.0f : value * power;
 }
 
+/* tanh, absolute error below 2e-7. */
+NP_INLINE float np_hyperbolic_tangent(float x) {
+    const float e = np_exponential(x < 0.0f ? 2.0f * x : -2.0f * x);
+    const float magnitude = (1.0f - e) / (1.0f + e);
+    return x < 0.0f ? -magnitude : magnitude;
+}
+
+/* x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3), as x / (1 + exp(-2u)). */
+NP_INLINE float np_gelu(float x) {
+    const float twice = 1.595769122f * (x + 0.044715f * x * x * x);
+    const float e = np_exponential(twice < 0.0f ? twice : -twice);
+    return twice < 0.0f ? x * e / (1.0f + e) : x / (1.0f + e);
+}
+
 /* The body of np_isa.softmax_weights. Sixteen partial sums, combined in a fixed order. */
 NP_INLINE float np_softmax_body(float *scores, size_t count) {
     float max[16], sum[16];

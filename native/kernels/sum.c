@@ -1,10 +1,15 @@
 /* Sums and rotations of vectors, with the same bits on every instruction set. */
+#include "kernels/exponential.h"
 #include "kernels/isa.h"
 
 #include <string.h>
 
 void np_add(const float *x, size_t n, float *y) {
     for (size_t j = 0; j < n; j++) y[j] += x[j];
+}
+
+void np_soft_cap(float *x, size_t n, float cap) {
+    for (size_t j = 0; j < n; j++) x[j] = cap * np_hyperbolic_tangent(x[j] / cap);
 }
 
 void np_sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out) {

@@ -9,6 +9,8 @@ run. No other code depends on the family of a model.
     inner      gated: activation(gate(x)) * up(x), drelu: relu(gate(x)) * relu(up(x)); not gated: activation(up(x))
     relu       0 for values up to activation_threshold, others unchanged
     latents    keys and values of all heads are products with one vector of a position, its latent
+    gelu       gate * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 gate^3))) / 2
+    norms after  x += norm(attention_output(..)) and x += norm(down(..)), besides or instead of the norms before
     clamped_swiglu  (clamp(up) + 1) * g * sigmoid(1.702 g) with g = min(gate, limit): the experts of gpt-oss
     mixture    down(inner(norm(x))) is a sum over the experts with the greatest router values, each times its share, and
                over the shared experts, each times its gate
@@ -29,8 +31,9 @@ from typing import Any, Literal, NamedTuple, get_args
 from neuronpipe.plans.models.attention_sizes import AttentionSizes
 from neuronpipe.protocol.frozen import frozen
 
-Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu"]
+Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu", "gelu"]
 NormKind = Literal["rms", "layer"]
+NormPlaces = Literal["before", "after", "both"]
 Positions = Literal["rotary", "learned"]
 Router = Literal["softmax", "sigmoid", "sparsemixer"]
 RouterInput = Literal["feed_forward", "layer"]
@@ -38,6 +41,7 @@ SELECTABLE_ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "sil
 CHOICES: dict[str, tuple[Any, ...]] = {
     "activation": get_args(Activation),
     "norm": get_args(NormKind),
+    "norms": get_args(NormPlaces),
     "positions": get_args(Positions),
     "router": get_args(Router),
     "router_reads": get_args(RouterInput),
@@ -65,7 +69,15 @@ class Limits(NamedTuple):
 MAX = Limits()
 MAX_THRESHOLD = 1e6
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
-SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention_scale", "routed_scale", "rotary_scale")
+SCALES = (
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "attention_scale",
+    "local_attention_scale",
+    "routed_scale",
+    "rotary_scale",
+)
 RANGES: dict[str, tuple[float, float]] = {
     **{name: (1, maximum) for name, maximum in MAX._asdict().items() if name != "layers"},
     "experts_per_token": (1, MAX.experts),
@@ -78,6 +90,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "router_jitter": (0.0, 0.5),
     "activation_limit": (0.0, MAX_THRESHOLD),
     "activation_threshold": (0.0, MAX_THRESHOLD),
+    "score_cap": (0.0, MAX_THRESHOLD),
+    "logit_cap": (0.0, MAX_THRESHOLD),
     **dict.fromkeys(SCALES, (MIN_SCALE, MAX_SCALE)),
 }
 """The least and the greatest value of every number in ModelSpec."""
@@ -100,12 +114,14 @@ class LayerKind:
     rotary: True if heads are rotated, in a model with rotary positions
     dense_experts: in a mixture, the experts of a layer that has no router, all of which compute each token; 0: the
         layer has a router
+    local_positions: True if heads are rotated by the local table of the model, not by that of the other layers
     """
 
     layers: int
     window_tokens: int = 0
     rotary: bool = True
     dense_experts: int = 0
+    local_positions: bool = False
 
 
 @frozen(kw_only=True)
@@ -141,6 +157,7 @@ class ModelSpec(AttentionSizes):
     vocabulary: rows of the embedding
     context_tokens: maximal number of positions of a sequence
     norm: rms: x / rms(x) * weight; layer: (x - mean(x)) / deviation(x) * weight + bias
+    norms: vectors that are normed: what attention and feed-forward read (before), what they add (after), or both
     norm_epsilon: added to the mean square, or to the variance
     positions: rotary: heads are rotated by tables of the package; learned: each position has a vector that is added to
         the embedding
@@ -159,10 +176,13 @@ class ModelSpec(AttentionSizes):
     parallel: the feed-forward of a layer reads the layer's input, not its sum with attention's output
     activation_limit: the largest value of Gate, and of Up on both sides; 0 unless activation is clamped_swiglu
     activation_threshold: value that a neuron's trigger must exceed for the neuron to fire; 0 unless activation is relu
+    score_cap: attention scores become score_cap * tanh(score / score_cap) before their softmax; 0: they stay
+    logit_cap: likewise of logits
     embedding_scale: factor of a token's embedding
     logit_scale: factor of every logit
     residual_scale: factor of what attention and feed-forward add to the residual stream
     attention_scale: factor of attention scores besides 1 / sqrt(head_width): YaRN's factor for long contexts, squared
+    local_attention_scale: the same in layers with local positions
     routed_scale: factor of the shares of chosen experts
     rotary_scale: factor of the rotated elements of queries and keys
     router_jitter: the field of `router`; 0 unless that is sparsemixer
@@ -193,6 +213,7 @@ class ModelSpec(AttentionSizes):
     vocabulary: int
     context_tokens: int
     norm: NormKind = "rms"
+    norms: NormPlaces = "before"
     norm_epsilon: float
     positions: Positions = "rotary"
     head_norm: bool = False
@@ -210,10 +231,13 @@ class ModelSpec(AttentionSizes):
     parallel: bool = False
     activation_limit: float = 0.0
     activation_threshold: float = 0.0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     attention_scale: float = 1.0
+    local_attention_scale: float = 1.0
     routed_scale: float = 1.0
     rotary_scale: float = 1.0
     router_jitter: float = 0.0
@@ -242,6 +266,10 @@ class ModelSpec(AttentionSizes):
         plain = not (self.gated and self.ffn_bias) or self.all_neurons_fire
         self._require("ffn_bias", plain, f"not supported with a gate and {self.activation}")
         self._require_routing()
+        self._require("norms", self.norms == "before" or not self.parallel, f"{self.norms} does not go with parallel")
+        local = any(self.local_layers)
+        self._require("layer_kinds", self.positions == "rotary" or not local, "local positions are rotary")
+        self._require("local_attention_scale", local or self.local_attention_scale == 1, "no layer is local")
         limited = self.activation == "clamped_swiglu"
         within = self.activation_limit > 0 if limited else self.activation_limit == 0
         self._require("activation_limit", within, f"{self.activation_limit} does not go with {self.activation}")
@@ -297,6 +325,21 @@ class ModelSpec(AttentionSizes):
         return tuple(
             kind.rotary and self.positions == "rotary" for kind in self.layer_kinds for _ in range(kind.layers)
         )
+
+    @cached_property
+    def local_layers(self) -> tuple[bool, ...]:
+        """For each layer, True if its heads are rotated by the local table."""
+        return tuple(kind.local_positions for kind in self.layer_kinds for _ in range(kind.layers))
+
+    @property
+    def norms_before(self) -> bool:
+        """True if attention and feed-forward read the normed residual stream."""
+        return self.norms != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """True if the outputs of attention and feed-forward are normed before they are added."""
+        return self.norms != "before"
 
     @cached_property
     def expert_counts(self) -> tuple[int, ...]:
@@ -404,7 +447,7 @@ class ModelSpec(AttentionSizes):
     @property
     def all_neurons_fire(self) -> bool:
         """True if no neuron has a value of exactly 0, so that every neuron of a chosen expert is needed."""
-        return self.activation in ("silu", "clamped_swiglu")
+        return self.activation in ("silu", "clamped_swiglu", "gelu")
 
     @property
     def ffn_matrices(self) -> tuple[str, ...]:
@@ -422,22 +465,27 @@ _LATER = (
     "experts_per_token", "shared_experts", "shared_gate", "router", "router_reads", "router_bias", "choosing_bias",
     "normalized_shares", "router_groups", "groups_per_token", "groups_by_best", "norm_after_rotation", "joint_norm",
     "parallel", "attention_sinks", "logit_bias", "router_jitter", "latent_width", "rotary_width", "value_width",
-    "query_rank", "activation_limit", "activation_threshold", *SCALES,
+    "query_rank", "activation_limit", "activation_threshold", "norms", "score_cap", "logit_cap", *SCALES,
 )  # fmt: skip
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 
 
 def runs_of(
-    windows_tokens: list[int], rotary: list[bool] | None = None, dense_experts: list[int] | None = None
+    windows_tokens: list[int],
+    rotary: list[bool] | None = None,
+    dense_experts: list[int] | None = None,
+    local_positions: list[bool] | None = None,
 ) -> tuple[LayerKind, ...]:
     """Return `layer_kinds` of ModelSpec: consecutive layers with equal properties form one run.
 
     windows_tokens: attention window of each layer, from the first to the last; 0: none
     rotary: for each layer, True if its heads are rotated; None: all are
     dense_experts: the field of LayerKind, of each layer; None: all layers of a mixture have a router
+    local_positions: the field of LayerKind, of each layer; None: False
     """
     layers, kinds = len(windows_tokens), list[LayerKind]()
-    of_layers = zip(windows_tokens, rotary or [True] * layers, dense_experts or [0] * layers, strict=True)
+    local = local_positions or [False] * layers
+    of_layers = zip(windows_tokens, rotary or [True] * layers, dense_experts or [0] * layers, local, strict=True)
     for kind in (LayerKind(1, *of_layer) for of_layer in of_layers):
         if kinds and replace(kinds[-1], layers=1) == kind:
             kinds[-1] = replace(kind, layers=kinds[-1].layers + 1)

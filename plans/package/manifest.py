@@ -302,7 +302,7 @@ def identity(values: Mapping[str, Any]) -> str:
 
 def _layer_kind(kind: LayerKind) -> dict[str, Any]:
     """Return a layer kind as JSON, without later fields that have their defaults: older packages keep their ids."""
-    later = {"rotary": True, "dense_experts": 0}
+    later = {"rotary": True, "dense_experts": 0, "local_positions": False}
     return {name: value for name, value in asdict(kind).items() if name not in later or value != later[name]}
 
 

@@ -58,14 +58,16 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
     feed-forwards lie expert after expert."""
     if model.positions == "rotary":
         yield "rope.inverse_frequency", (model.rotary_width or model.head_width) // 2
+        if any(model.local_layers):
+            yield "rope.local_inverse_frequency", model.head_width // 2
     else:
         yield "position_embedding", model.context_tokens * model.width
     yield from _norm("output_norm", model)
     if model.logit_bias:
         yield "output.bias", model.vocabulary
     for layer in range(model.layers):
-        yield from _norm(f"layers.{layer}.attention_norm", model)
-        yield from _norm(f"layers.{layer}.ffn_norm", model)
+        for name in layer_norms(model):
+            yield from _norm(f"layers.{layer}.{name}", model)
         for name, length, is_present in (
             ("qkv.bias", model.qkv_rows, model.qkv_bias),
             ("query_norm", norm_widths(model)[0], model.head_norm or model.joint_norm),
@@ -90,6 +92,12 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
 def norm_widths(model: ModelSpec) -> tuple[int, int]:
     """Return the lengths of the weights of the norms of queries and keys: of one head, or of all heads together."""
     return (model.query_width, model.key_width) if model.joint_norm else (model.head_width, model.head_width)
+
+
+def layer_norms(model: ModelSpec) -> tuple[str, ...]:
+    """Return the names of a layer's norms of the residual stream, or of what is added to it."""
+    before = ("attention_norm", "ffn_norm") if model.norms_before else ()
+    return (*before, "attention_output_norm", "ffn_output_norm") if model.norms_after else before
 
 
 def _norm(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:

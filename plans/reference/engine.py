@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ class Result(NamedTuple):
 
 CLAMPED_SWIGLU_GAIN = np.float32(1.702)
 LATENT_EPSILON = 1e-6  # of the norms of latents, in every model
+GELU_SCALE, GELU_CUBE = np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
 
 
 def _relu(x: Array) -> Array:
@@ -39,6 +41,7 @@ GATED: dict[Activation, Callable[[Array, Array], Array]] = {
     "relu": lambda gate, up: _relu(gate) * up,
     "drelu": lambda gate, up: _relu(gate) * _relu(up),
     "relu2": lambda gate, up: np.square(_relu(gate)) * up,
+    "gelu": lambda gate, up: gate * (1 + np.tanh(GELU_SCALE * (gate + GELU_CUBE * gate**3))) / 2 * up,
     "silu": lambda gate, up: gate * (1 + np.tanh(gate / 2)) / 2 * up,  # gate * sigmoid(gate), without overflow
 }
 
@@ -77,11 +80,19 @@ def rotate(heads: Array, angles: Array) -> Array:
     return np.concatenate((low * cosine - high * sine, high * cosine + low * sine), axis=-1)
 
 
-def attend(queries: Array, keys: Array, values: Array, window_tokens: int, sinks: Array | None = None) -> Array:
+def capped(x: Array, cap: float) -> Array:
+    """Return cap * tanh(x / cap); x itself if the cap is 0."""
+    return np.asarray(np.float32(cap) * np.tanh(x / np.float32(cap)), dtype=np.float32) if cap else x
+
+
+def attend(
+    queries: Array, keys: Array, values: Array, window_tokens: int, sinks: Array | None = None, score_cap: float = 0.0
+) -> Array:
     """Return causal attention, [tokens, query_heads, width of a value].
 
     keys, values: [tokens, key_heads, width]; each serves query_heads / key_heads consecutive query heads
     window_tokens: field of LayerKind
+    score_cap: field of ModelSpec
     sinks: [query_heads] scores that join each softmax and whose shares are dropped
     """
     tokens, query_heads, head_width = queries.shape
@@ -91,7 +102,7 @@ def attend(queries: Array, keys: Array, values: Array, window_tokens: int, sinks
     result = np.empty((tokens, query_heads, values.shape[2]), dtype=np.float32)
     for head in range(query_heads):
         scores = queries[:, head] @ keys[:, head // group].T / np.float32(np.sqrt(head_width))
-        scores = np.where(is_visible, scores, -np.inf)
+        scores = np.where(is_visible, capped(scores, score_cap), -np.inf)
         sink = -np.inf if sinks is None else sinks[head]
         greatest = np.maximum(scores.max(axis=1, keepdims=True), np.float32(sink))
         weights = np.exp(scores - greatest)
@@ -224,10 +235,11 @@ class ReferenceEngine:
         scale = np.float32(model.residual_scale)
         fired = np.zeros((model.ffns, model.neurons), dtype=np.int64)
         for layer in range(model.layers):
-            attention_input, layer_input = self._normed(f"layers.{layer}.attention_norm", x), x
-            x = x + scale * self._attention(layer, attention_input, [len(tokens) for tokens in sequences])
+            attention_input, layer_input = self._input(f"layers.{layer}.attention_norm", x), x
+            attention = self._attention(layer, attention_input, [len(tokens) for tokens in sequences])
+            x = x + scale * self._output(f"layers.{layer}.attention_output_norm", attention)
             residual = layer_input if model.parallel else x
-            normed = self._normed(f"layers.{layer}.ffn_norm", residual)
+            normed = self._input(f"layers.{layer}.ffn_norm", residual)
             shares = self._route(layer, normed if model.router_reads == "feed_forward" else layer_input)
             change = np.zeros_like(x)
             for expert, ffn in enumerate(model.ffns_of(layer)):
@@ -236,19 +248,29 @@ class ReferenceEngine:
                     inputs = (attention_input[chosen], residual[chosen], normed[chosen])
                     expert_change, fired[ffn] = self._feed_forward(layer, expert, inputs, chosen)
                     change[chosen] += shares[chosen, expert, None] * expert_change
-            x = x + scale * change
+            x = x + scale * self._output(f"layers.{layer}.ffn_output_norm", change)
         return x, fired
 
     def logits(self, hidden: Array) -> Array:
         """Return logits [tokens, vocabulary]. hidden: residual stream after the last layer."""
         output = self._weights.matrix("embedding" if self._model.tied_embeddings else "output")
         logits: Array = self.output_inputs(hidden) @ output.T
-        return logits + self._weights.vector("output.bias") if self._model.logit_bias else logits
+        if self._model.logit_bias:
+            logits = logits + self._weights.vector("output.bias")
+        return capped(logits, self._model.logit_cap)
 
     def output_inputs(self, hidden: Array) -> Array:
         """Return the input vectors [tokens, width] of the output matrix."""
         normed: Array = self._normed("output_norm", hidden) * np.float32(self._model.logit_scale)
         return normed
+
+    def _input(self, norm: str, x: Array) -> Array:
+        """Return what attention or a feed-forward reads. norm: name of the norm before it, if the model has one"""
+        return self._normed(norm, x) if self._model.norms_before else x
+
+    def _output(self, norm: str, change: Array) -> Array:
+        """Return what is added to the residual stream. norm: name of the norm of it, if the model has one"""
+        return self._normed(norm, change) if self._model.norms_after else change
 
     def _normed(self, name: str, x: Array) -> Array:
         model, weight = self._model, self._weights.vector(name)
@@ -276,10 +298,10 @@ class ReferenceEngine:
         heads = np.split(qkv.reshape(len(normed), -1, model.head_width), ends[:-1])
         for end, part in zip(ends, heads, strict=True):
             queries, keys, values = np.split(part, (model.query_heads, model.query_heads + model.key_heads), axis=1)
-            rotary = model.rotary_layers[layer]
-            queries = self._placed(f"{name}.query_norm", queries, rotary) * np.float32(model.attention_scale)
-            keys = self._placed(f"{name}.key_norm", keys, rotary)
-            mixed.append(attend(queries, keys, values, model.windows_tokens[layer], sinks))
+            scale = model.local_attention_scale if model.local_layers[layer] else model.attention_scale
+            queries = self._placed(layer, "query_norm", queries) * np.float32(scale)
+            keys = self._placed(layer, "key_norm", keys)
+            mixed.append(attend(queries, keys, values, model.windows_tokens[layer], sinks, model.score_cap))
             self._attended(layer, int(end))
         attention = self._product(layer, "attention_output", np.concatenate(mixed).reshape(len(normed), -1))
         return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention
@@ -299,9 +321,9 @@ class ReferenceEngine:
         mixed, first = [], 0
         for length in lengths:
             of = slice(first, first + length)
-            end_of_keys = self._placed("", down[of, None, model.latent_width :], model.rotary_layers[layer])
+            end_of_keys = self._rotated(layer, down[of, None, model.latent_width :])
             unrotated, end_of_queries = np.split(queries[of], [model.unrotated_width], axis=2)
-            end_of_queries = self._placed("", end_of_queries, model.rotary_layers[layer])
+            end_of_queries = self._rotated(layer, end_of_queries)
             all_queries = np.concatenate((unrotated, end_of_queries), axis=2) * np.float32(model.attention_scale)
             shared = np.repeat(end_of_keys, model.query_heads, axis=1)
             all_keys = np.concatenate((keys[of], shared), axis=2)
@@ -320,24 +342,25 @@ class ReferenceEngine:
         product: Array = x @ self._weights.matrix(f"layers.{layer}.{name}").T
         return product
 
-    def _placed(self, norm: str, heads: Array, rotary: bool) -> Array:
+    def _placed(self, layer: int, norm: str, heads: Array) -> Array:
         """Return queries or keys [tokens, heads, head_width] after norm and rotation, if the model has them."""
-        model = self._model
+        model, norm = self._model, f"layers.{layer}.{norm}"
         if model.norm_after_rotation:
-            return rms_norm(self._rotated(heads, rotary), self._weights.vector(norm), model.norm_epsilon)
+            return rms_norm(self._rotated(layer, heads), self._weights.vector(norm), model.norm_epsilon)
         if model.head_norm:
             heads = rms_norm(heads, self._weights.vector(norm), model.norm_epsilon)
         if model.joint_norm:
             joint = rms_norm(heads.reshape(len(heads), -1), self._weights.vector(norm), model.norm_epsilon)
             heads = joint.reshape(heads.shape)
-        return self._rotated(heads, rotary)
+        return self._rotated(layer, heads)
 
-    def _rotated(self, heads: Array, rotary: bool) -> Array:
-        if not rotary:
+    def _rotated(self, layer: int, heads: Array) -> Array:
+        model = self._model
+        if not model.rotary_layers[layer]:
             return heads
-        frequency = self._weights.vector("rope.inverse_frequency")
+        frequency = self._weights.vector(f"rope.{'local_' if model.local_layers[layer] else ''}inverse_frequency")
         rotated = rotate(heads, np.arange(len(heads), dtype=np.float32)[:, None] * frequency)
-        scales = np.where(frequency != 0, np.float32(self._model.rotary_scale), np.float32(1))
+        scales = np.where(frequency != 0, np.float32(model.rotary_scale), np.float32(1))
         scaled: Array = rotated * np.tile(scales, 2)
         return scaled
 

@@ -20,6 +20,7 @@ def examples() -> tuple[Layout, ...]:
         exchange(
             tokens=2,
             width=32,
+            output_width=32,
             query_width=32,
             neurons=64,
             blocks=2,

@@ -40,6 +40,7 @@ def exchange(
     *,
     tokens: int,
     width: int,
+    output_width: int,
     query_width: int,
     neurons: int,
     blocks: int,
@@ -53,11 +54,12 @@ def exchange(
     lane_words: int,
 ) -> Layout:
     """The buffers of a decode step, which its participants share. tokens: maximum of one decode step; pairs: a pair is
-    a token and one of its experts; groups: maximal number of experts that are computed at once; query_width:
-    query_heads * head_width, or more with latents; neurons: neurons of one expert's blocks, padding included; rank:
-    rank of the predictor, 0 without one; claims: number of counters by which participants claim pieces of work;
-    logit_rows: maximal number of tokens of a decode or prefill step whose logits are needed; workers: decode workers,
-    each of which has a step channel of lane_words."""
+    a token and one of its experts; groups: maximal number of experts that are computed at once; output_width: width if
+    outputs of attention and feed-forward are normed, else 0; query_width: query_heads * head_width, or more with
+    latents; neurons: neurons of one expert's blocks, padding included; rank: rank of the predictor, 0 without one;
+    claims: number of counters by which participants claim pieces of work; logit_rows: maximal number of tokens of a
+    decode or prefill step whose logits are needed; workers: decode workers, each of which has a step channel of
+    lane_words."""
     fields = Fields(
         "exchange",
         5,
@@ -66,6 +68,7 @@ def exchange(
             "pairs": tokens * experts_per_token,
             "groups": groups,
             "width": width,
+            "output_width": output_width,
             "query_width": query_width,
             "neurons": neurons,
             "blocks": blocks,
@@ -121,6 +124,7 @@ def prefill_stage(
     tokens: int,
     partial_tokens: int,
     width: int,
+    output_width: int,
     query_width: int,
     neurons: int,
     blocks: int,
@@ -140,6 +144,7 @@ def prefill_stage(
             "groups": groups,
             "partial_pairs": partial_tokens * experts_per_token,
             "width": width,
+            "output_width": output_width,
             "query_width": query_width,
             "neurons": neurons,
             "blocks": blocks,
@@ -170,6 +175,7 @@ def _add_stages(fields: Fields, partial_pairs: str, who: str) -> None:
         ("attention", ("tokens", "query_width")),
         ("hidden", ("pairs", "neurons")),
         ("partials", (partial_pairs, "blocks", "width")),
+        ("changes", ("tokens", "output_width")),
         ("ranks", ("pairs", "rank")),
     ):
         has_nodes = name == "partials" and who == "decode"

@@ -41,7 +41,7 @@ class OffloadBackend(CpuBackend):
         predictor = memory.view("fixed", "predictor")
         if len(predictor) and package.predictor is not None:
             tensors |= {name: predictor[entry.start : entry.stop] for name, entry in package.predictor.items()}
-        stages = ("residual", "queries", "attention", "hidden", "partials", "ranks", "predicted", "claims")
+        stages = ("residual", "queries", "attention", "hidden", "partials", "changes", "ranks", "predicted", "claims")
         return View(
             fixed=tensors,
             **{name: stage(name) for name in stages},

@@ -123,6 +123,7 @@ class CpuBackend:
             attention=stage("attention"),
             hidden=stage("hidden"),
             partials=stage("partials"),
+            changes=stage("changes"),
             ranks=stage("ranks"),
             predicted=stage("predicted"),
             claims=stage("claims"),

@@ -9,7 +9,7 @@ from typing import Any
 from neuronpipe.native import ROW_TYPES, ffi, lib
 from neuronpipe.plans.models.spec import CHOICES, ModelSpec
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.package.tensors import attention_matrices, predictor_name
+from neuronpipe.plans.package.tensors import attention_matrices, layer_norms, predictor_name
 from neuronpipe.services.steps.step_counters import PARTS
 
 READS = {
@@ -73,6 +73,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
             "chosen_per_token": s.experts_per_token if s.experts > 1 else 0,
             "router": getattr(lib, f"NP_ROUTER_{s.router.upper()}"),
             "router_reads": READS[s.router_reads],
+            "norms": getattr(lib, f"NP_NORMS_{s.norms.upper()}"),
             "norm": getattr(lib, f"NP_NORM_{s.norm.upper()}"),
             "rotary": s.positions == "rotary",
             "type": ROW_TYPES[manifest.quantization],
@@ -119,6 +120,7 @@ class NativeTensors:
                 "output_norm": self._norm("output_norm"),
                 "output_bias": self._vector("output.bias"),
                 "inverse_frequency": self._vector("rope.inverse_frequency"),
+                "local_inverse_frequency": self._vector("rope.local_inverse_frequency"),
                 "position_embedding": self._vector("position_embedding"),
                 "layers": layers,
             },
@@ -134,8 +136,7 @@ class NativeTensors:
                 **layer_facts(model, n),
                 "silent_below": silent.by_layer[n].threshold if thresholded and silent is not None else 0.0,
                 **{name: self._matrix(f"layers.{n}.{name}") for name in attention_matrices(model)},
-                "attention_norm": self._norm(f"layers.{n}.attention_norm"),
-                "ffn_norm": self._norm(f"layers.{n}.ffn_norm"),
+                **{norm: self._norm(f"layers.{n}.{norm}") for norm in layer_norms(model)},
                 **{field: self._vector(f"layers.{n}.{name}") for field, name in _VECTORS.items()},
                 **(self._predictors(n) if predicts else {}),
             }
@@ -186,4 +187,5 @@ def layer_facts(model: ModelSpec, layer: int) -> dict[str, Any]:
         "routed_experts": model.routed_experts(layer),
         "window_tokens": model.windows_tokens[layer],
         "rotary": model.rotary_layers[layer],
+        "local_positions": model.local_layers[layer],
     }

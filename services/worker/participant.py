@@ -33,6 +33,7 @@ class View:
     name.
 
     slots, entries: a buffer for each part
+    changes: None unless the model norms outputs
     ranks, predicted: None in exact mode
     activity: None unless neurons are recorded
     """
@@ -43,6 +44,7 @@ class View:
     attention: Any
     hidden: Any
     partials: Any
+    changes: Any
     ranks: Any
     predicted: Any
     claims: Any

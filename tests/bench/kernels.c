@@ -285,11 +285,11 @@ static void small_prepare(void *c) { np_activation_prepare(NP_Q4, ((small_case *
 static void small_rope(void *c) { np_rope(((small_case *)c)->x, 128, ((small_case *)c)->y, 77); }
 static void small_attend(void *context) {
     small_case *c = context;
-    for (int h = 0; h < 4; h++) np_attend(c->x, 1, c->keys, c->keys + c->positions * 128, c->positions, 128, 0.1f, NULL, c->scores, c->y);
+    for (int h = 0; h < 4; h++) np_attend(c->x, 1, c->keys, c->keys + c->positions * 128, c->positions, 128, 0.1f, 0, NULL, c->scores, c->y);
 }
 static void small_attend_heads(void *context) {
     small_case *c = context;
-    np_attend(c->x, 4, c->keys, c->keys + c->positions * 128, c->positions, 128, 0.1f, NULL, c->scores, c->y);
+    np_attend(c->x, 4, c->keys, c->keys + c->positions * 128, c->positions, 128, 0.1f, 0, NULL, c->scores, c->y);
 }
 
 static void bench_small(void) {

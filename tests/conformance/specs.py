@@ -130,6 +130,25 @@ SPECS = {
         family="llama", width=64, neurons=300, layer_kinds=(LayerKind(2),), query_heads=4, key_heads=1, head_width=48,
         latent_width=32, rotary_width=32, value_width=8, query_rank=256, activation="relu", output_bias=True, **COMMON,
     ),
+    "norms after": ModelSpec(
+        family="llama", width=160, neurons=500, layer_kinds=(LayerKind(2, 20), LayerKind(1)), query_heads=5,
+        key_heads=5, head_width=32, norms="after", joint_norm=True, activation="relu", residual_scale=0.8, **COMMON,
+    ),
+    "mixture with norms after": ModelSpec(
+        family="llama", width=96, neurons=100, experts=5, experts_per_token=2, shared_experts=1,
+        layer_kinds=(LayerKind(2),), query_heads=3, key_heads=1, head_width=32, norms="after", activation="silu",
+        **COMMON,
+    ),
+    "gemma": ModelSpec(
+        family="llama", width=160, neurons=300, layer_kinds=(LayerKind(2, 20, local_positions=True), LayerKind(1)),
+        query_heads=4, key_heads=2, head_width=64, norms="both", head_norm=True, activation="gelu", score_cap=5.0,
+        logit_cap=12.0, embedding_scale=12.65, attention_scale=1.3, local_attention_scale=0.9, tied_embeddings=True,
+        **COMMON,
+    ),
+    "layer norm both": ModelSpec(
+        family="llama", width=128, neurons=300, layer_kinds=(LayerKind(2),), query_heads=4, key_heads=2, head_width=32,
+        norm="layer", norms="both", activation="drelu", ffn_bias=False, **COMMON,
+    ),
     "parallel": ModelSpec(
         family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,
         norm="layer", activation="relu", gated=False, parallel=True, tied_embeddings=True, **COMMON,
@@ -203,6 +222,10 @@ def _deviation(name: str, columns: int) -> float:
 def _vector(name: str, length: int, random: np.random.Generator) -> Array:
     if name == "rope.inverse_frequency":
         return np.asarray(10_000.0 ** (-np.arange(length) / length), dtype=np.float32)
+    if name == "rope.local_inverse_frequency":
+        return np.asarray(300.0 ** (-np.arange(length) / length), dtype=np.float32)
+    if name.endswith("output_norm") and "layers" in name:
+        return _normal(random, (length,), 0.1) + np.float32(0.4)
     if name.endswith("router"):
         return _normal(random, (length,), 0.12)
     if name.endswith(("shared_gate", "choosing_bias")):

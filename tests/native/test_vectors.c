@@ -100,7 +100,7 @@ static void attend_case(const char *isa, size_t positions, size_t width, float s
         most = fmax(most, weights[p]);
     }
     for (size_t p = 0; p < positions; p++) sum += weights[p] = exp(weights[p] - most);
-    np_attend(query, 1, keys, values, positions, width, scale, NULL, scores, out);
+    np_attend(query, 1, keys, values, positions, width, scale, 0, NULL, scores, out);
     for (size_t j = 0; j < width; j++) {
         double want = 0;
         for (size_t p = 0; p < positions; p++) want += weights[p] / sum * np_half_to_float(values[p * width + j]);
@@ -129,12 +129,44 @@ static void test_attend_heads(const char *isa) {
         keys[i] = np_float_to_half(random_float()), values[i] = np_float_to_half(random_float());
     for (size_t heads = 1; heads <= HEADS; heads++)
         for (size_t positions = 0; positions <= POSITIONS; positions += positions < 3 ? 1 : 63) {
-            np_attend(queries[0], heads, keys, values, positions, WIDTH, 0.3f, NULL, scores, together[0]);
+            np_attend(queries[0], heads, keys, values, positions, WIDTH, 0.3f, 0, NULL, scores, together[0]);
             for (size_t h = 0; h < heads; h++) {
-                np_attend(queries[h], 1, keys, values, positions, WIDTH, 0.3f, NULL, scores, alone);
+                np_attend(queries[h], 1, keys, values, positions, WIDTH, 0.3f, 0, NULL, scores, alone);
                 CHECK(memcmp(together[h], alone, sizeof alone) == 0, "%s head %zu of %zu, %zu positions", isa, h, heads, positions);
             }
         }
+}
+
+static void test_soft_cap(const char *isa) {
+    enum { N = 4001 };
+    static float x[N], capped[N];
+    for (int i = 0; i < N; i++) capped[i] = x[i] = 0.1f * (float)(i - N / 2);
+    np_soft_cap(capped, N, 30.0f);
+    for (int i = 0; i < N; i++) {
+        CHECK(fabs(capped[i] - 30.0 * tanh(x[i] / 30.0)) <= 30.0 * 2e-7, "%s soft cap of %g: %.9g", isa, x[i], capped[i]);
+        const double u = 0.79788456080286535588 * (x[i] + 0.044715 * pow(x[i], 3)), want = 0.5 * x[i] * (1 + tanh(u));
+        CHECK(fabs(np_gelu(x[i]) - want) <= 2e-6 * fabs(x[i]), "%s gelu of %g: %.9g, want %.9g", isa, x[i], np_gelu(x[i]), want);
+    }
+    float extremes[] = {INFINITY, -INFINITY, NAN, 0.0f};
+    np_soft_cap(extremes, 4, 2.0f);
+    CHECK(extremes[0] == 2.0f && extremes[1] == -2.0f && isnan(extremes[2]) && extremes[3] == 0.0f, "%s soft cap of infinities and NaN", isa);
+    CHECK(np_gelu(INFINITY) == INFINITY && isnan(np_gelu(NAN)) && np_gelu(0.0f) == 0.0f && np_gelu(1e30f) == 1e30f, "%s gelu of extremes", isa);
+}
+
+/* Scores that a cap makes nearly equal weigh nearly alike; sinks are not capped. */
+static void test_capped_attend(const char *isa) {
+    enum { POSITIONS = 3, WIDTH = 32 };
+    float query[WIDTH] = {1.0f}, out[WIDTH], scores[POSITIONS + 1], sink = 3.0f;
+    uint16_t keys[POSITIONS * WIDTH] = {0}, values[POSITIONS * WIDTH] = {0};
+    double sum = exp(sink), want = 0;
+    for (int p = 0; p < POSITIONS; p++) {
+        keys[p * WIDTH] = np_float_to_half(5.0f * (float)p);
+        values[p * WIDTH] = np_float_to_half((float)p);
+        const double weight = exp(2.0 * tanh(5.0 * p / 2.0));
+        sum += weight, want += weight * p;
+    }
+    np_attend(query, 1, keys, values, POSITIONS, WIDTH, 1.0f, 2.0f, &sink, scores, out);
+    CHECK(fabs(out[0] - want / sum) < 1e-6, "%s capped attention: %.8g, want %.8g", isa, out[0], want / sum);
 }
 
 static void test_sums(const char *isa) {
@@ -185,6 +217,8 @@ static void test_isa(const char *isa) {
     test_exponential(isa);
     test_attend(isa);
     test_attend_heads(isa);
+    test_soft_cap(isa);
+    test_capped_attend(isa);
     test_sums(isa);
 }
 

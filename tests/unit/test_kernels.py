@@ -143,6 +143,7 @@ def test_attention_agrees_with_softmax() -> None:
         positions,
         width,
         0.125,
+        0,
         ffi.NULL,
         ffi.from_buffer("float[]", scores),
         ffi.from_buffer("float[]", out),

@@ -17,6 +17,7 @@ some_layout = st.one_of(
         layouts.exchange,
         tokens=length,
         width=length,
+        output_width=length,
         query_width=length,
         neurons=length,
         blocks=length,
@@ -122,7 +123,16 @@ def test_a_text_that_lays_a_field_out_of_its_place_is_refused(text: str, complai
 
 
 def test_prefill_has_the_same_stages_as_decode() -> None:
-    lengths = {"tokens": 4, "width": 32, "query_width": 64, "neurons": 96, "blocks": 3, "rank": 8, "claims": 5}
+    lengths = {
+        "tokens": 4,
+        "width": 32,
+        "output_width": 32,
+        "query_width": 64,
+        "neurons": 96,
+        "blocks": 3,
+        "rank": 8,
+        "claims": 5,
+    }
     lengths |= {"experts_per_token": 3, "groups": 7}
     own = layouts.prefill_stage(partial_tokens=2, **lengths)
     shared = layouts.exchange(logit_rows=1, vocabulary=1, workers=2, lane_words=96, **lengths)

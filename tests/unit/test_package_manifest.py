@@ -65,8 +65,8 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a later version": (lambda m: m.update(version=4), "version: 4, this release reads 3; convert the model again"),
     "the first version": (lambda m: m.update(version=1), r"version: 1, .*`neuronpipe convert SOURCE -o PACKAGE"),
     "an unknown activation": (
-        lambda m: m["model"].update(activation="gelu"),
-        r"model\.activation: 'gelu' is not one of",
+        lambda m: m["model"].update(activation="elu"),
+        r"model\.activation: 'elu' is not one of",
     ),
     "an unknown quantization": (lambda m: m.update(quantization="q5"), "quantization: 'q5'"),
     "an unknown field": (lambda m: m.update(extra=1), "extra: unknown field"),

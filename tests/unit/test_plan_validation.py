@@ -285,6 +285,14 @@ def of_gate(**fields: int) -> dict[str, dict[str, int]]:
         ({"head_norm": 1, "joint_norm": 1}, "joint_norm"),
         ({"router_reads": 1}, "router_reads"),
         ({"norm": 2}, "norm"),
+        ({"norms": 3}, "norms"),
+        ({"norms": -1}, "norms"),
+        ({"norms": lib.NP_NORMS_BOTH, "parallel": 1}, "norms"),
+        ({"norms": lib.NP_NORMS_AFTER}, "attention_output_norm"),
+        ({"score_cap": -1.0}, "score_cap"),
+        ({"score_cap": float("nan")}, "score_cap"),
+        ({"logit_cap": float("inf")}, "logit_cap"),
+        ({"activation": lib.NP_GELU, "gated": 0}, "activation"),
         ({"query_heads": 3, "key_heads": 2}, "query_heads"),
         ({"activation": 9}, "activation"),
         ({"activation": lib.NP_SILU, "gated": 0}, "activation"),
@@ -317,6 +325,37 @@ def test_the_engine_says_which_field_of_a_shape_is_wrong(wrong: dict[str, Any], 
     native, layers = ffi.new("np_engine_config *", config | {"partial_tokens": 1}), bare_layers(m)
     with pytest.raises(ValueError, match=f"refuses `{field}`"):
         create_engine(shape, ffi.new("np_fixed *", {"layers": layers}), ffi.new("np_shared *"), native)
+
+
+def test_the_engine_refuses_local_positions_without_their_table_or_scale() -> None:
+    m = manifest()
+    shape, layers, table = native_shape(m, 8, predicts=False), bare_layers(m), ffi.new("float[]", m.model.head_width)
+    config = {"sequences": 1, "max_tokens": 2, "logit_rows": 1, "window_blocks": m.layout.blocks, "partial_tokens": 2}
+    fixed, native = ffi.new("np_fixed *", {"layers": layers}), ffi.new("np_engine_config *", config)
+    layers[1].local_positions = 1
+    with pytest.raises(ValueError, match="refuses `local_positions`"):
+        create_engine(shape, fixed, ffi.new("np_shared *"), native)
+    fixed.local_inverse_frequency = table
+    lib.np_engine_destroy(create_engine(shape, fixed, ffi.new("np_shared *"), native))
+    shape.local_attention_scale = 0
+    with pytest.raises(ValueError, match="refuses `local_attention_scale`"):
+        create_engine(shape, fixed, ffi.new("np_shared *"), native)
+
+
+@pytest.mark.parametrize("wrong", [{"norms": lib.NP_NORMS_AFTER}, {"score_cap": 1.0}, {"logit_cap": 1.0}])
+@pytest.mark.parametrize("place", ["external_products", "offload_blocks"])
+def test_only_our_own_stages_compute_caps_and_norms_of_outputs(wrong: dict[str, Any], place: str) -> None:
+    m = manifest()
+    shape, layers = native_shape(m, 8, predicts=False), bare_layers(m)
+    config = {"sequences": 1, "max_tokens": 2, "logit_rows": 1, "window_blocks": m.layout.blocks, "partial_tokens": 2}
+    native = ffi.new("np_engine_config *", config | {place: 1, "product_blocks": 1})
+    shared = ffi.new("np_shared *", {"inputs": ffi.new("float[]", 1), "outputs": ffi.new("float[]", 1)})
+    fixed = ffi.new("np_fixed *", {"layers": layers})
+    lib.np_engine_destroy(create_engine(shape, fixed, shared, native))
+    for name, value in wrong.items():
+        setattr(shape, name, value)
+    with pytest.raises(ValueError, match=f"refuses `{place}`"):
+        create_engine(shape, fixed, shared, native)
 
 
 @pytest.mark.parametrize("below", [-0.1, float("nan"), float("inf")])

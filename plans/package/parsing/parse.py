@@ -187,6 +187,7 @@ def _parse_layer_kind(record: Record) -> LayerKind:
         record.integer("window_tokens", 0, MAX.context_tokens),
         record.boolean("rotary") if record.has("rotary") else True,
         record.integer("dense_experts", 0, MAX.experts) if record.has("dense_experts") else 0,
+        record.boolean("local_positions") if record.has("local_positions") else False,
     )
     record.finish()
     return kind

@@ -42,6 +42,8 @@ class OpenClBackend(OffloadBackend):
             return f"opencl computes activation functions of the ReLU kind; this model has {manifest.model.activation}"
         if manifest.model.latent_width:
             return "opencl does not compute attention with latents, which this model has"
+        if manifest.model.norms_after or manifest.model.logit_cap:
+            return "opencl computes neither norms of outputs nor caps; this model has them"
         if manifest.quantization == "f16":
             return "opencl needs a quantized package; this one is f16"
         if manifest.trigger_quantization == "q3":

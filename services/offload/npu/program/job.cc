@@ -80,7 +80,7 @@ void Job::read_shape()
     if (!shape.gated || shape.activation_threshold != 0)
         run_fail("model", "this worker needs a gate, and no threshold; use our own prefill worker");
     for (const char *name : {"router_bias", "attention_sinks", "shared_experts", "choosing_bias", "normalized_shares", "router_groups", "routed_scale",
-                             "joint_norm", "norm_after_rotation", "logit_bias", "rotary_scale", "latent_width"})
+                             "joint_norm", "norm_after_rotation", "logit_bias", "rotary_scale", "latent_width", "norms", "score_cap", "logit_cap"})
         if (json_has(m, (std::string("model/") + name).c_str()))
             run_fail("model", "this worker does not compute this model's routers or attention; use our own prefill worker");
     shape.width = number(m, "model/width");
@@ -119,6 +119,8 @@ void Job::read_shape()
         np_layer layer = {};
         layer.window_tokens = number_or(kind, "window_tokens", 0);
         layer.rotary = !json_has(kind, "rotary") || json_truth(kind, "rotary");
+        if (json_has(kind, "local_positions"))
+            run_fail("model/layer_kinds", "this worker computes no models with two tables of positions; use our own prefill worker");
         if (json_has(kind, "dense_experts"))
             run_fail("model/layer_kinds", "this worker computes no mixtures with layers that have no router; use our own prefill worker");
         layer.experts = shape.experts;
