@@ -157,7 +157,8 @@ void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
 
 /* Attention of query heads that share fp16 keys and values [positions, width], which are read once for four heads.
  * queries and out: [heads, width]. A head's bits do not depend on the others. sinks: [heads] scores that join each
- * softmax and whose shares are dropped, or NULL. score_cap: scores are soft-capped, other than sinks; 0: they are not. scores: scratch of min(heads, 4) * (positions + 1) floats. */
+ * softmax and whose shares are dropped, or NULL. score_cap: scores are soft-capped, other than sinks; 0: they are not.
+ * scores: scratch of min(heads, 4) * (positions + 1) floats. */
 void np_attend(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
                float scale, float score_cap, const float *sinks, float *scores, float *out);
 

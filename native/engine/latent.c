@@ -174,7 +174,7 @@ static void attend(np_engine *engine, uint32_t layer)
         const uint16_t *latents = latents_of(engine, layer, (uint32_t)engine->sequence[t]) + first * width;
         const size_t offset = t * np_heads_width(s) + head * width;
         /* The rotated keys are mixed along with the latents, and not read any more. */
-        np_attend(engine->shared.queries + offset, heads, latents, latents, positions - first, width, scale, NULL, engine->scores,
+        np_attend(engine->shared.queries + offset, heads, latents, latents, positions - first, width, scale, s->score_cap, NULL, engine->scores,
                   engine->shared.attention + offset);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);

@@ -96,6 +96,8 @@ class Work:
         self.writer.resume_after(written, ffns * self.manifest.layout.clusters)
         if self.checkpoint.inverse_frequency is not None:
             self.writer.vector("rope.inverse_frequency", self.checkpoint.inverse_frequency)
+        if self.checkpoint.local_inverse_frequency is not None:
+            self.writer.vector("rope.local_inverse_frequency", self.checkpoint.local_inverse_frequency)
         self.squares = squares
         for piece in pieces:
             names = [name for expert in range(len(piece.orders)) for name in self._ffn(piece.layer, expert).values()]

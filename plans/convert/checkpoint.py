@@ -16,7 +16,7 @@ from neuronpipe.plans.convert.stored_tensors import Inventory, RowNumbers, Store
 from neuronpipe.plans.models.family import TensorNames
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import MAX_RANK, Source
-from neuronpipe.plans.package.tensors import norm_widths
+from neuronpipe.plans.package.tensors import layer_norms, norm_widths
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
@@ -73,6 +73,7 @@ class Checkpoint:
     tokenizer: content of tokenizer.json
     notes: what the user should know about the resulting package
     inverse_frequency: table of rotary positions [head_width / 2]; None with other positions
+    local_inverse_frequency: the same for layers with local positions; None: there are none
     matrices, vectors: tensors by names of fixed.safetensors; matrices of feed-forwards by `ffn_name`. Query, key and
         value matrices are three tensors of one name
     down_by_neuron: Down is stored as [neurons, width], otherwise as [width, neurons]
@@ -89,6 +90,7 @@ class Checkpoint:
     vectors: Stack
     down_by_neuron: bool = False
     predictors: SourcePredictors | None = None
+    local_inverse_frequency: NDArray[np.float32] | None = None
     files: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Checkpoint:
@@ -208,8 +210,8 @@ class _Tensors:
 
     def take_layer(self, number: int) -> None:
         prefix, layer = f"layers.{number}", self._names.layer.format(number)
-        self._take_norm(f"{prefix}.attention_norm", f"{layer}{self._names.attention_norm}")
-        self._take_norm(f"{prefix}.ffn_norm", f"{layer}{self._names.ffn_norm}")
+        for norm in layer_norms(self._model):
+            self._take_norm(f"{prefix}.{norm}", f"{layer}{self._name(norm)}")
         if self._model.latent_width:
             self._take_latent_projections(prefix, layer)
         else:

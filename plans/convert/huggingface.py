@@ -19,6 +19,7 @@ from neuronpipe.plans.convert.rope import (
     interleaved_ends,
     interleaved_order,
     latent_scale,
+    layer_positions,
     paired_order,
     rotated_width,
     scaled_frequencies,
@@ -47,19 +48,25 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     """
     refuse_other_directories(path)
     refuse_missing_config(path)
-    config = read_json(path / "config.json")
-    name = _architecture(config)
+    document = read_json(path / "config.json")
+    name = _architecture(document)
     architecture = ARCHITECTURES[name]
-    config = config.over(architecture.defaults, architecture.config_class)
+    config = _language_part(document, architecture)
+    ends = document if document.has("eos_token_id") else config
     with ExitStack() as files:
         inventory = _inventory(path, files, open_file)
         model = architecture.read(config, inventory.has, Choices(options.activation, options.context_tokens))
-        names, (frequencies, orders) = architecture.tensor_names(config), _positions(config, model, architecture)
+        names = architecture.tensor_names(config)
+        position_config, local = config, None
+        if architecture.local_theta is not None:
+            position_config, local_config = layer_positions(config, architecture.local_theta)
+            model, local = _with_local_positions(model, local_config)
+        frequencies, orders = _positions(position_config, model, architecture)
         if model.latent_width:
             rotary_scale = math.sqrt(attention_scale(config, model.context_tokens))
             model = replace(model, attention_scale=latent_scale(config), rotary_scale=rotary_scale)
         elif frequencies is not None:
-            model = _with_factor(model, frequencies, attention_scale(config, model.context_tokens))
+            model = _with_factor(model, frequencies, attention_scale(position_config, model.context_tokens))
         if architecture.joined_rows is not None:
             orders["query_key_value"] = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
         elif names.query_key_value is not None and orders:
@@ -79,11 +86,12 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         return Checkpoint(
             source=Source("huggingface", one_line(path.resolve().name), name),
             model=model,
-            ends=_ends(path, config, model.vocabulary, facts.closing, tokenizer),
+            ends=_ends(path, ends, model.vocabulary, facts.closing, tokenizer),
             tokenizer=tokenizer,
             chat_template=template,
             notes=facts.notes(template),
             inverse_frequency=frequencies,
+            local_inverse_frequency=local,
             matrices=matrices,
             vectors=vectors,
             down_by_neuron=down_by_neuron,
@@ -91,6 +99,27 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
             files=files.pop_all(),
         )
     raise AssertionError  # for the type checker, which assumes that ExitStack.__exit__ may suppress errors
+
+
+def _language_part(config: Record, architecture: Architecture) -> Record:
+    """Return the configuration of the language model, with the defaults of its class."""
+    if architecture.part is None:
+        return config.over(architecture.defaults, architecture.config_class)
+    tied = "tie_word_embeddings"
+    defaults = {**architecture.defaults, **({tied: config.value(tied)} if config.has(tied) else {})}
+    return config.record(architecture.part).over(defaults, architecture.config_class)
+
+
+def _with_local_positions(model: ModelSpec, config: Record) -> tuple[ModelSpec, NDArray[np.float32] | None]:
+    """Return the model and the table of its layers with local positions, None if it has no such layers.
+
+    config: the configuration of the positions of these layers
+    """
+    rotated_width(config, model.head_width, partial=False)
+    if not any(model.local_layers):
+        return model, None
+    scale = model.attention_scale * attention_scale(config)
+    return replace(model, local_attention_scale=scale), scaled_frequencies(config, model.head_width)
 
 
 def _extra_layers(config: Record, architecture: Architecture) -> int:

@@ -8,8 +8,10 @@ and the rows of queries and keys are reordered so that rotated elements are pair
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+from neuronpipe.plans.models.configuration import FULL, SLIDING
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
@@ -79,6 +81,34 @@ def latent_scale(config: Record) -> float:
         return 1.0
     logarithm = math.log(max(1.0, scaling.number("factor", 1e-3, 1e6)))
     return (0.1 * scaling.number("mscale_all_dim", 0.0, 1e2) * logarithm + 1) ** 2
+
+
+def layer_positions(config: Record, local_theta: float) -> tuple[Record, Record]:
+    """Return two configurations of rotary positions, each as of a model with one table: of layers without a window, and
+    of layers with one, which are scaled only by a field of their own. Raises UserError if they are ambiguous.
+
+    local_theta: the default base of layers with windows
+    """
+    stated, found = "rope_parameters", dict[str, dict[str, Any]]()
+    for kind in (FULL, SLIDING):
+        found[kind] = {}
+        if config.has(stated):
+            if not config.record(stated).names() or {*config.record(stated).names()} - {FULL, SLIDING}:
+                config.fail(stated, f"is to have {FULL} and {SLIDING}, one for each kind of layer")
+            of_kinds = config.record(stated)
+            found[kind] = of_kinds.record(kind).without("") if of_kinds.has(kind) else {}
+    if config.has("rope_scaling"):
+        found[FULL] |= config.record("rope_scaling").without("")
+    bases = {FULL: config.number("rope_theta", 1.0, MAX_THETA), SLIDING: local_theta}
+    if config.has("rope_local_base_freq"):
+        bases[SLIDING] = config.number("rope_local_base_freq", 1.0, MAX_THETA)
+    elif "rope_theta" in config.names() and "rope_theta" not in found[SLIDING] and local_theta != bases[FULL]:
+        config.fail("rope_theta", f"does not say which base layers with {SLIDING} have; {stated} does")
+    common = {name: config.value(name) for name in ("max_position_embeddings",)}
+    full, sliding = (
+        Record({stated: {"rope_theta": bases[kind]} | found[kind], **common}, config.where) for kind in (FULL, SLIDING)
+    )
+    return full, sliding
 
 
 def rotated_width(config: Record, head_width: int, *, partial: bool) -> int:

@@ -15,6 +15,7 @@ from neuronpipe.plans.models.spec import (
     MAX_THRESHOLD,
     Activation,
     ModelSpec,
+    NormPlaces,
     SpecError,
     runs_of,
 )
@@ -70,10 +71,13 @@ def context_tokens(config: Record, requested_tokens: int | None) -> int:
     return requested_tokens or max_tokens
 
 
-def sliding_windows(config: Record, *, first_layer: int = 0, reads_layer_types: bool) -> list[int]:
+def sliding_windows(
+    config: Record, *, first_layer: int = 0, full_layer_every: int = 0, reads_layer_types: bool
+) -> list[int]:
     """Return each layer's attention window in tokens; 0: none. `sliding_window` applies from `first_layer` on, unless
     `layer_types` says otherwise.
 
+    full_layer_every: each layer of this number has no window; 0: no layer
     reads_layer_types: the class obeys `layer_types`; otherwise a contradiction to `first_layer` raises UserError
     """
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
@@ -81,6 +85,8 @@ def sliding_windows(config: Record, *, first_layer: int = 0, reads_layer_types: 
         return [0] * layers
     window = config.integer("sliding_window", 1, MAX.context_tokens)
     kinds = [SLIDING if layer >= first_layer else FULL for layer in range(layers)]
+    if full_layer_every:
+        kinds = [SLIDING if (layer + 1) % full_layer_every else FULL for layer in range(layers)]
     if config.has("layer_types"):
         layer_types = config.items("layer_types")
         if not reads_layer_types and layer_types != kinds:
@@ -154,10 +160,12 @@ def gated_model(
     mixture: Mixture | None = None,
     rotary: list[bool] | None = None,
     dense_experts: list[int] | None = None,
+    local_positions: list[bool] | None = None,
+    norms: NormPlaces = "before",
 ) -> ModelSpec:
     """Return a model with RMS norms, rotary positions and a gated feed-forward. Sizes come from `config`.
 
-    windows, rotary, dense_experts: as in `runs_of`
+    windows, rotary, dense_experts, local_positions: as in `runs_of`
     neurons: the key of the number of neurons
     mixture: None for a dense model
     """
@@ -166,8 +174,9 @@ def gated_model(
         **sizes(config, choices, neurons),
         **({} if mixture is None else mixture._asdict()),
         family=family,
-        layer_kinds=runs_of(windows, rotary, dense_experts),
+        layer_kinds=runs_of(windows, rotary, dense_experts, local_positions),
         norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
+        norms=norms,
         head_norm=head_norm,
         joint_norm=joint_norm,
         norm_after_rotation=norm_after_rotation,

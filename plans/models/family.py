@@ -38,6 +38,8 @@ class TensorNames:
     first_position: number of rows of `positions` before the row of position 0
     gate_up: the tensor in which the rows of each expert's gate precede those of its up
     joined_gate_up: the tensor in which the rows of gate and up of all experts alternate
+    attention_norm, ffn_norm: norms of what attention and feed-forward read
+    attention_output_norm, ffn_output_norm: norms of what they add to the residual stream
     sinks: scores of attention sinks; the whole name
     choosing_bias: biases of experts that only choose; the whole name
     shared: a matrix of the shared experts of a layer, which lie in one tensor; {} is gate, up or down
@@ -50,8 +52,8 @@ class TensorNames:
     output: str
     output_norm: str
     layer: str
-    attention_norm: str
-    ffn_norm: str
+    attention_norm: str | None
+    ffn_norm: str | None
     attention_output: str
     up: str
     down: str
@@ -60,6 +62,8 @@ class TensorNames:
     value: str | None = None
     query_key_value: str | None = None
     gate: str | None = None
+    attention_output_norm: str | None = None
+    ffn_output_norm: str | None = None
     query_norm: str | None = None
     key_norm: str | None = None
     gate_up: str | None = None
@@ -99,6 +103,9 @@ class Architecture:
         `rotary_dim` elements
     interleaved: rotary positions rotate neighbouring elements as a pair, not element i with i + head_width / 2; or a
         function of the configuration that says so
+    local_theta: default base of the rotary positions of layers with windows, which have a table of their own; None: all
+        layers have the same table
+    part: the key under which config.json has the configuration of the language model; None: it has nothing else
     extra_layers: the key of the number of layers behind the last one, which predict further tokens and are left out
     """
 
@@ -111,6 +118,8 @@ class Architecture:
     norm_offset: float = 0.0
     partial_rotary: bool = False
     interleaved: bool | Callable[[Record], bool] = False
+    local_theta: float | None = None
+    part: str | None = None
     extra_layers: str | None = None
 
     def is_interleaved(self, config: Record) -> bool:
@@ -188,6 +197,7 @@ ACTIVATION_NAMES: dict[str, Activation] = {
     "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
+    "gelu_pytorch_tanh": "gelu",
 }
 SAY_WHICH = (
     f"say which it is with --activation {'|'.join(SELECTABLE_ACTIVATIONS)} "

@@ -9,6 +9,7 @@ from neuronpipe.plans.models import (
     deepseek,
     ernie,
     falcon,
+    gemma,
     glm4_moe,
     gpt_oss,
     granite,
@@ -17,6 +18,7 @@ from neuronpipe.plans.models import (
     minicpm,
     mixtral,
     nemotron,
+    olmo2,
     olmoe,
     opt,
     phi,
@@ -49,6 +51,8 @@ FAMILIES: Mapping[str, Family] = {
         hunyuan.FAMILY,
         phi.FAMILY,
         deepseek.FAMILY,
+        gemma.FAMILY,
+        olmo2.FAMILY,
     )
 }
 

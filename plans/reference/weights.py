@@ -138,6 +138,9 @@ class CheckpointWeights:
         if name == "rope.inverse_frequency":
             assert self._checkpoint.inverse_frequency is not None, "a model that rotates has frequencies"
             return self._checkpoint.inverse_frequency
+        if name == "rope.local_inverse_frequency":
+            assert self._checkpoint.local_inverse_frequency is not None, "a model with local positions has frequencies"
+            return self._checkpoint.local_inverse_frequency
         return np.concatenate([part.vector() for part in self._checkpoint.vectors[name]])
 
     def rows(self, name: str, numbers: NDArray[np.int64]) -> Array:

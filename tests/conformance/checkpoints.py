@@ -76,6 +76,11 @@ MODEL_TYPES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GraniteMoeForCausalLM": "granitemoe",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -134,6 +139,14 @@ PARTS = {
         router="block_sparse_moe.router.layer", experts="block_sparse_moe.", matrices=("input_linear", "output_linear")
     ),
 }  # fmt: skip
+
+# Classes that norm the outputs of attention and feed-forward, and the norms of queries and keys that they have.
+NORMED_OUTPUTS = {
+    "Gemma2ForCausalLM": "none",
+    "Gemma3ForCausalLM": "of each head",
+    "Olmo2ForCausalLM": "of all heads",
+    "Olmo3ForCausalLM": "of all heads",
+}
 
 RECIPES = {
     recipe.name: recipe
@@ -408,6 +421,36 @@ RECIPES = {
                 "qk_nope_head_dim": 24, "v_head_dim": 32, "rope_interleave": False, "rms_norm_eps": 1e-3,
             },
         ),
+        Recipe(
+            # Scores and logits are as large as the caps, and heads wider than width / heads.
+            "gemma2", "Gemma2ForCausalLM", "gelu_pytorch_tanh", 160, 270, 3, 4, 2, 64, tied=True, dtype="BF16",
+            config={
+                "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 40, "sliding_window": 9,
+                "attn_logit_softcapping": 4.0, "final_logit_softcapping": 15.0,
+            },
+        ),
+        Recipe(
+            "gemma3", "Gemma3ForCausalLM", "gelu_pytorch_tanh", 128, 300, 4, 4, 1, 32, tied=True,
+            config={
+                "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 9,
+                "sliding_window_pattern": 3, "rope_theta": 5_000.0, "rope_local_base_freq": 300.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            },
+        ),
+        Recipe("olmo2", "Olmo2ForCausalLM", "silu", 160, 333, 3, 5, 5, 32, dtype="BF16"),
+        Recipe(
+            "olmo3", "Olmo3ForCausalLM", "silu", 128, 200, 5, 4, 2, 32, shards=2,
+            config={
+                "sliding_window": 9,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 2_000.0},
+                    "full_attention": {
+                        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "beta_fast": 4.0,
+                        "original_max_position_embeddings": 32,
+                    },
+                },
+            },
+        ),
     )
 }  # fmt: skip
 
@@ -453,6 +496,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         return
     if recipe.architecture in PARTS:
         yield from _mixture_tensors(recipe)
+        return
+    if recipe.architecture in NORMED_OUTPUTS:
+        yield from _normed_tensors(recipe)
         return
     generator = np.random.PCG64(recipe.seed)
     width, neurons, heads_width = recipe.width, recipe.neurons, recipe.query_heads * recipe.head_width
@@ -713,6 +759,50 @@ def _falcon_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         yield from linear(f"{name}.mlp.dense_h_to_4h", neurons, width, 1.0)
         yield from linear(f"{name}.mlp.dense_4h_to_h", width, neurons, 0.5)
     yield from norm("transformer.ln_f")
+
+
+def _normed_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """Norms of outputs make them about half as large as the embeddings. Stored norms of Gemma lack 1."""
+    generator, gemma = np.random.PCG64(recipe.seed), recipe.architecture.startswith("Gemma")
+    width, heads_width, key_width = (
+        recipe.width,
+        *(n * recipe.head_width for n in (recipe.query_heads, recipe.key_heads)),
+    )
+
+    def made(name: str, shape: tuple[int, ...], deviation: float, centre: float = 0.0) -> tuple[str, Array]:
+        return name, rounded(random_tensor(generator, shape, deviation) + np.float32(centre), recipe.dtype)
+
+    def norm(name: str, length: int, deviation: float, centre: float = 1.0) -> tuple[str, Array]:
+        return made(f"{name}.weight", (length,), deviation, centre - 1.0 if gemma else centre)
+
+    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0)
+    for layer in range(recipe.layers):
+        name = f"model.layers.{layer}"
+        for part, rows, columns, gain in (
+            ("q", heads_width, width, 1.3),
+            ("k", key_width, width, 1.3),
+            ("v", key_width, width, 1.3),
+            ("o", width, heads_width, 0.5),
+        ):
+            yield made(f"{name}.self_attn.{part}_proj.weight", (rows, columns), gain * columns**-0.5)
+        for part, all_width in (("q", heads_width), ("k", key_width)):
+            norms = NORMED_OUTPUTS[recipe.architecture]
+            if norms != "none":
+                length = recipe.head_width if norms == "of each head" else all_width
+                yield norm(f"{name}.self_attn.{part}_norm", length, 0.3, 1.2)
+        for part in ("input_layernorm", "pre_feedforward_layernorm") if gemma else ():
+            yield norm(f"{name}.{part}", width, 0.1)
+        for part in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            yield norm(f"{name}.{part}", width, 0.5, 2.0) if gemma else norm(f"{name}.{part}", width, 0.2, 0.5)
+        for part, rows, columns in (
+            ("gate", recipe.neurons, width),
+            ("up", recipe.neurons, width),
+            ("down", width, recipe.neurons),
+        ):
+            yield made(f"{name}.mlp.{part}_proj.weight", (rows, columns), columns**-0.5)
+    yield norm("model.norm", width, 0.1)
+    if not recipe.tied:
+        yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
 
 
 def tokens(recipe: Recipe, count: int = 40) -> list[int]:

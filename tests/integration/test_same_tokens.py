@@ -97,6 +97,10 @@ KINDS = [
     ("relu2", "f16", "drelu"),
     ("bamboo", "q8", "drelu"),  # a sliding window
     ("bamboo", "f16", "silu"),
+    ("gemma2", "f16", None),  # norms before and after, caps, gelu
+    ("gemma3", "q4", None),  # two tables of positions
+    ("olmo2", "f16", None),  # norms after
+    ("olmo3", "q8", None),
 ]
 
 
@@ -114,6 +118,31 @@ def test_every_kind_of_model_says_what_the_reference_engine_says(
     else:  # there the engine quantizes activations too: the tokens it takes are at least nearly the likeliest
         chosen = logits[np.arange(len(said)), said]
         assert (logits.max(axis=1) - chosen < 0.05 * np.abs(logits).max()).all()
+
+
+@pytest.mark.parametrize("recipe", ["gemma3", "olmo2"])
+def test_norms_of_outputs_are_the_same_for_every_number_of_workers_and_any_memory(
+    shell: Shell, converted: Converted, recipe: str
+) -> None:
+    package = converted(recipe, "q8")
+    prompts = [[7], tokens(RECIPES[recipe], 5), (2 * tokens(RECIPES[recipe], 40))[: CHUNK + 3]]
+    with shell.up(package.path, "--workers", "1", "--sequences", "3") as run:
+        alone = answers(run, prompts)
+        together: list[Any] = [None, None, None]
+
+        def ask(number: int) -> None:
+            together[number] = run.ask(prompts[number], 6)["token_ids"]
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert together == alone
+    options = ("--workers", "3", "--sequences", "1")
+    least = least_memory(shell, package, *options)
+    with shell.up(package.path, *options, "--memory", str(least)) as run:
+        assert answers(run, prompts) == alone
 
 
 @pytest.mark.parametrize("count", [1, CHUNK, CHUNK + 1, 128])

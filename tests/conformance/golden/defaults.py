@@ -18,7 +18,9 @@ def defaults(owner: type) -> dict[str, object]:
         if not field.name.startswith("_") or field.name == "_remove_final_layer_norm"
     }
     plain = {name: value for name, value in values.items() if isinstance(value, str | int | float | None)}
-    table = {**plain, "rope_theta": owner.default_theta}
+    theta = owner.default_theta
+    local = {"rope_local_base_freq": theta["local"]} if isinstance(theta, dict) else {}
+    table = {**plain, "rope_theta": theta["global"] if local else theta, **local}
     rope = owner().rope_parameters or {} if "rope_parameters" in values else {}
     share = rope.get("partial_rotary_factor")  # some classes set it in __post_init__
     return table if share is None else {**table, "partial_rotary_factor": share}
@@ -53,6 +55,10 @@ def main() -> None:
         transformers.DeepseekV2Config,
         transformers.DeepseekV3Config,
         transformers.Glm4MoeLiteConfig,
+        transformers.Gemma2Config,
+        transformers.Gemma3TextConfig,
+        transformers.Olmo2Config,
+        transformers.Olmo3Config,
     )
     table = {"transformers": transformers.__version__, **{owner.__name__: defaults(owner) for owner in owners}}
     Path(__file__).with_name("defaults.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
