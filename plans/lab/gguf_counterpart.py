@@ -165,6 +165,8 @@ def architecture(model: ModelSpec) -> str:
 
 
 def _require(path: Path, model: ModelSpec, preset: Preset) -> None:
+    if model.norms_after:
+        raise UserError(f"{path}: norms: a GGUF counterpart has none of what attention and feed-forward add")
     if any(model.windows_tokens) and model.layer_kinds != _windowed_layers(model):
         raise UserError(
             f"{path}: layer_kinds: has attention windows ({max(model.windows_tokens)} tokens); a GGUF counterpart has "

@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
-from neuronpipe.plans.models.spec import SELECTABLE_ACTIVATIONS, Activation, ModelSpec, NormKind, Router, RouterInput
+from neuronpipe.plans.models.spec import (
+    SELECTABLE_ACTIVATIONS,
+    Activation,
+    ModelSpec,
+    NormKind,
+    NormPlaces,
+    Router,
+    RouterInput,
+)
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.frozen import frozen
@@ -154,6 +162,12 @@ class GgufArchitecture:
     unrotated_layer_every: each layer of this number is not rotated; 0: all are
     has_scales: the file has factors of embeddings, attention scores, additions to the residual stream, and logits
     rounds_yarn: the bounds of YaRN are rounded to whole pairs
+    norms: the field of ModelSpec
+    scales_embedding: token embeddings are multiplied by the root of their width
+    score_cap, logit_cap: the fields of ModelSpec, if the file does not have them
+    local_theta: base of the rotary positions of layers with windows, which nothing scales; 0: that of the other layers;
+        None: all layers have the same table
+    layers_scaled_by_width: number of layers of the one size whose scores are divided by the root of width / query_heads
     """
 
     interleaved: bool
@@ -176,6 +190,12 @@ class GgufArchitecture:
     unrotated_layer_every: int = 0
     has_scales: bool = False
     rounds_yarn: bool = True
+    norms: NormPlaces = "before"
+    scales_embedding: bool = False
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    local_theta: float | None = None
+    layers_scaled_by_width: int = 0
 
 
 @frozen(kw_only=True)

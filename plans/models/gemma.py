@@ -12,7 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import GATED_NAMES, build_spec, refuse_biases, sizes, sliding_windows
-from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames, named_activation
+from neuronpipe.plans.models.family import (
+    Architecture,
+    Choices,
+    Family,
+    GgufArchitecture,
+    TensorNames,
+    named_activation,
+)
 from neuronpipe.plans.models.spec import MAX, MAX_SCALE, MAX_THRESHOLD, MIN_SCALE, ModelSpec, runs_of
 from neuronpipe.plans.strict_json import Record
 
@@ -142,6 +149,28 @@ FAMILY = Family(
             norm_offset=1.0,
             local_theta=LOCAL_THETA,
             part="text_config",
+        ),
+    },
+    gguf={
+        "gemma2": GgufArchitecture(
+            interleaved=False,
+            activation="gelu",
+            norms="both",
+            full_layer_every=2,
+            scales_embedding=True,
+            score_cap=50.0,
+            logit_cap=30.0,
+            layers_scaled_by_width=46,
+        ),
+        "gemma3": GgufArchitecture(
+            interleaved=False,
+            activation="gelu",
+            norms="both",
+            head_norm=True,
+            full_layer_every=6,
+            scales_embedding=True,
+            local_theta=LOCAL_THETA,
+            layers_scaled_by_width=62,
         ),
     },
 )

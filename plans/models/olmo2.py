@@ -17,7 +17,7 @@ from neuronpipe.plans.models.configuration import (
     refuse_biases,
     sliding_windows,
 )
-from neuronpipe.plans.models.family import Architecture, Choices, Family
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.spec import MAX, ModelSpec
 from neuronpipe.plans.strict_json import Record
 
@@ -88,5 +88,10 @@ FAMILY = Family(
             names=NAMES,
             local_theta=LOCAL_THETA,
         ),
+    },
+    gguf={
+        "olmo2": GgufArchitecture(
+            interleaved=False, norms="after", joint_norm=True, full_layer_every=4, local_theta=0.0
+        )
     },
 )

@@ -49,6 +49,11 @@ NAMES = {
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
 }
+OUTPUT_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight")
 STACKS = {
     **dict.fromkeys(("w1", "gate_proj", "gate"), "ffn_gate_exps"),
@@ -73,18 +78,24 @@ ARCHITECTURES = {
     "OlmoeForCausalLM": "olmoe",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "MiniMaxM2ForCausalLM": "minimax-m2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
 }
 INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite")
 LAYER_NORM = ("falcon", "nemotron")
 
 
-def gguf_name(name: str) -> str:
-    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
+def gguf_name(name: str, *, normed: bool = False) -> str:
+    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight; normed: of a class that norms outputs"""
     if name.startswith("blk."):
         return name
     if name.endswith("e_score_correction_bias"):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     stem, kind = name.rsplit(".", 1)
+    if normed and (match := re.fullmatch(r"model\.layers\.(\d+)\.(.*norm)", stem)):
+        return f"blk.{match[1]}.{(NAMES | OUTPUT_NORMS)[match[2]]}.{kind}"
     if match := re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.*)", stem):
         return f"blk.{match[1]}.{NAMES.get(match[2], match[2])}.{kind}"
     return f"{NAMES[stem]}.{kind}"
@@ -244,9 +255,9 @@ def add_tensor(
         name = name.replace("post_attention_layernorm", "post_attention_norm")
     if name.endswith(("shared_expert_gate.weight", "e_score_correction_bias")):
         values = values.reshape(-1)
-    if architecture == "nemotron" and name.endswith("norm.weight"):
+    if architecture in ("nemotron", "gemma2", "gemma3") and name.endswith("norm.weight"):
         values = values + np.float32(1)
-    named = gguf_name(name)
+    named = gguf_name(name, normed=architecture in ("gemma2", "gemma3", "olmo2"))
     if powerinfer and "ffn_down" in named:
         named, values = named.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)
     is_plain = values.ndim == 1 or named.endswith(".bias") or "ffn_gate_inp" in named  # routers, too

@@ -55,8 +55,9 @@ def same_weights(one: Package, other: Package) -> bool:
         {name: package.fixed_path.read_bytes()[entry.start : entry.stop] for name, entry in package.fixed.items()}
         for package in (one, other)
     ]
-    tables = [np.frombuffer(tensors.pop("rope.inverse_frequency"), "<f4") for tensors in fixed]
-    np.testing.assert_allclose(*tables, rtol=1e-6)
+    for name in ("rope.inverse_frequency", "rope.local_inverse_frequency"):
+        tables = [np.frombuffer(tensors.pop(name, b""), "<f4") for tensors in fixed]
+        np.testing.assert_allclose(*tables, rtol=1e-6)
     return fixed[0] == fixed[1] and one.bundles_path.read_bytes() == other.bundles_path.read_bytes()
 
 
@@ -90,6 +91,87 @@ def test_models_without_a_gate_are_the_same_package(
     package = convert(source, tmp_path / "p", quantization="q8", activation=said)
     assert same_weights(package, expected)
     assert package.manifest.model == replace(expected.manifest.model, norm_epsilon=float(np.float32(1e-5)))
+
+
+GEMMA3 = RECIPES["gemma3"]
+NORMED: dict[str, tuple[Recipe, dict[str, Any]]] = {
+    "gemma2": (
+        RECIPES["gemma2"],
+        {
+            "gemma2.attention.sliding_window": 9,
+            "gemma2.attn_logit_softcapping": 4.0,
+            "gemma2.final_logit_softcapping": 15.0,
+        },
+    ),
+    "gemma3": (
+        replace(
+            GEMMA3,
+            layers=7,
+            config=GEMMA3.config | {"rope_local_base_freq": 10_000.0, "sliding_window_pattern": 6},
+        ),
+        {"gemma3.attention.sliding_window": 9},
+    ),
+    "olmo2": (RECIPES["olmo2"], {}),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_models_that_norm_outputs_are_the_same_package(name: str, tmp_path: Path) -> None:
+    """Gemma's norms have their 1 there. The factor of scores, which files lack, is by the number of layers."""
+    recipe, metadata = NORMED[name]
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata)
+    expected = convert(write_checkpoint(tmp_path / "model", recipe), tmp_path / "e", quantization="q8")
+    package = convert(source, tmp_path / "p", quantization="q8")
+    assert same_weights(package, expected)
+    told = replace(expected.manifest.model, norm_epsilon=float(np.float32(1e-5)), attention_scale=1.0)
+    told = replace(told, local_attention_scale=1.0)
+    assert package.manifest.model == told
+
+
+@pytest.mark.parametrize(("name", "layers", "width"), [("gemma2", 46, 32), ("gemma3", 62, 32)])
+def test_the_largest_gemmas_have_another_factor_of_scores(name: str, layers: int, width: int, tmp_path: Path) -> None:
+    recipe = replace(NORMED[name][0], layers=layers, width=width, neurons=32, head_width=32, query_heads=4)
+    package = convert(write_gguf(tmp_path / "m.gguf", recipe, metadata=NORMED[name][1]), tmp_path / "p")
+    assert package.manifest.model.attention_scale == pytest.approx(2)  # 32 / (32 / 4), its root
+    assert package.manifest.model.local_attention_scale == pytest.approx(2 if name == "gemma3" else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "why"),
+    [
+        ("gemma2", {}, "gemma2.attention.sliding_window: is missing or 0"),
+        (
+            "gemma3",
+            {"gemma3.attention.sliding_window": 9, "gemma3.attention.sliding_window_pattern": 3},
+            "pattern: dif",
+        ),
+        ("olmo2", {"olmo2.attention.sliding_window_pattern": [True, True, False]}, "sliding_window_pattern: differs"),
+    ],
+)
+def test_windows_of_other_layers_are_refused(name: str, metadata: dict[str, Any], why: str, tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", NORMED[name][0], metadata=metadata)
+    with pytest.raises(UserError, match=why):
+        convert(source, tmp_path / "p")
+
+
+def test_layers_with_windows_of_an_olmo_have_no_scaling(tmp_path: Path) -> None:
+    """llama.cpp reads OLMo 3 as an OLMo 2 with windows."""
+    metadata = {
+        "olmo2.attention.sliding_window": 9,
+        "olmo2.rope.freq_base": 10_000.0,
+        "olmo2.rope.scaling.type": "linear",
+        "olmo2.rope.scaling.factor": 4.0,
+    }
+    recipe = replace(RECIPES["olmo3"], config={"rope_parameters": {}})
+    package = convert(write_gguf(tmp_path / "m.gguf", recipe, metadata=metadata), tmp_path / "p")
+    assert package.manifest.model.layer_kinds == (
+        LayerKind(3, 9, local_positions=True),
+        LayerKind(1),
+        LayerKind(1, 9, local_positions=True),
+    )
+    weights = PackageWeights(package)
+    table, local = (weights.vector(f"rope.{name}inverse_frequency") for name in ("", "local_"))
+    np.testing.assert_allclose(local, 4 * table, rtol=1e-6)
 
 
 def test_a_falcon_is_not_run_with_relu_unasked(tmp_path: Path) -> None:

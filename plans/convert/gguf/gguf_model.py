@@ -16,6 +16,7 @@ from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predic
 from neuronpipe.plans.convert.gguf.gguf_mixture import GgufMixture, gguf_mixture
 from neuronpipe.plans.convert.gguf.gguf_parts import OpenPart, open_parts
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import gguf_ends, package_tokenizer
+from neuronpipe.plans.convert.gguf.implied_fields import local_frequencies, with_implied_fields
 from neuronpipe.plans.convert.gguf.powerinfer import (
     OPT_SPLIT,
     is_opt,
@@ -67,6 +68,8 @@ NAMES = TensorNames(
     layer="blk.{}.",
     attention_norm="attn_norm",
     ffn_norm="ffn_norm",
+    attention_output_norm="post_attention_norm",
+    ffn_output_norm="post_ffw_norm",
     query="attn_q",
     key="attn_k",
     value="attn_v",
@@ -118,6 +121,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             metadata = metadata.over({"tokenizer.ggml.pre": OPT_SPLIT}, "OPT")
         else:
             model = _model(metadata, name, family.name, architecture, activation, inventory, options.context_tokens)
+            model = with_implied_fields(metadata, name, architecture, model)
         names = _names(model, architecture, inventory)
         names = powerinfer_names(names) if header.powerinfer else names
         down_by_neuron = header.powerinfer or _down_by_neuron(metadata, model, inventory)
@@ -146,6 +150,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             chat_template=template,
             notes=facts.notes(template),
             inverse_frequency=frequencies,
+            local_inverse_frequency=local_frequencies(metadata, name, architecture, model),
             matrices=matrices,
             vectors=vectors,
             down_by_neuron=down_by_neuron,
