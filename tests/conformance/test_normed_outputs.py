@@ -16,6 +16,8 @@ from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.offload.gpu.backend import OpenClBackend
+from neuronpipe.services.offload.npu.backend import refusal
 
 from tests.conformance.checkpoints import RECIPES, tensors, tokens, write_checkpoint, write_safetensors
 
@@ -129,3 +131,15 @@ def test_a_configuration_that_is_not_supported_is_refused_by_its_key(
     with pytest.raises(UserError, match=complaint):
         convert(source, tmp_path / "package")
     assert not (tmp_path / "package").exists()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "olmo3"])
+def test_accelerators_and_neural_processors_refuse_such_models(
+    name: str, converted: Callable[[str, str], Package]
+) -> None:
+    """Also with an activation that they compute."""
+    manifest = converted(name, "q8").manifest
+    assert "this model has" in (OpenClBackend().supports(manifest, "accelerator") or "")
+    sparse = dataclasses.replace(manifest, model=dataclasses.replace(manifest.model, activation="relu"))
+    assert "norms of outputs" in (OpenClBackend().supports(sparse, "accelerator") or "")
+    assert "norms of outputs" in (refusal(sparse) or "")
