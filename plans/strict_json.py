@@ -97,10 +97,10 @@ class Record:
         self._owner = ""
 
     def over(self, defaults: Mapping[str, Any], owner: str) -> Record:
-        """Return the same object, in which a missing field has its default. `owner` names the owner of the defaults in
-        errors."""
+        """Return the same object, in which a missing field has its default, besides those it had. `owner` names the
+        owner of the defaults in errors."""
         result = Record(self._values, self.where, self._prefix)
-        result._defaults, result._owner = defaults, owner
+        result._defaults, result._owner = {**self._defaults, **defaults}, owner
         return result
 
     def fail(self, name: str, problem: str) -> NoReturn:

@@ -89,24 +89,25 @@ def layer_positions(config: Record, local_theta: float) -> tuple[Record, Record]
 
     local_theta: the default base of layers with windows
     """
-    stated, found = "rope_parameters", dict[str, dict[str, Any]]()
+    stated, scaling_of = "rope_parameters", dict[str, dict[str, Any]]()
     for kind in (FULL, SLIDING):
-        found[kind] = {}
+        scaling_of[kind] = {}
         if config.has(stated):
             if not config.record(stated).names() or {*config.record(stated).names()} - {FULL, SLIDING}:
                 config.fail(stated, f"is to have {FULL} and {SLIDING}, one for each kind of layer")
             of_kinds = config.record(stated)
-            found[kind] = of_kinds.record(kind).without("") if of_kinds.has(kind) else {}
+            scaling_of[kind] = of_kinds.record(kind).without("") if of_kinds.has(kind) else {}
     if config.has("rope_scaling"):
-        found[FULL] |= config.record("rope_scaling").without("")
-    bases = {FULL: config.number("rope_theta", 1.0, MAX_THETA), SLIDING: local_theta}
+        scaling_of[FULL] |= config.record("rope_scaling").without("")
+    theta_of = {FULL: config.number("rope_theta", 1.0, MAX_THETA), SLIDING: local_theta}
     if config.has("rope_local_base_freq"):
-        bases[SLIDING] = config.number("rope_local_base_freq", 1.0, MAX_THETA)
-    elif "rope_theta" in config.names() and "rope_theta" not in found[SLIDING] and local_theta != bases[FULL]:
+        theta_of[SLIDING] = config.number("rope_local_base_freq", 1.0, MAX_THETA)
+    elif "rope_theta" in config.names() and "rope_theta" not in scaling_of[SLIDING] and local_theta != theta_of[FULL]:
         config.fail("rope_theta", f"does not say which base layers with {SLIDING} have; {stated} does")
     common = {name: config.value(name) for name in ("max_position_embeddings",)}
     full, sliding = (
-        Record({stated: {"rope_theta": bases[kind]} | found[kind], **common}, config.where) for kind in (FULL, SLIDING)
+        Record({stated: {"rope_theta": theta_of[kind]} | scaling_of[kind], **common}, config.where)
+        for kind in (FULL, SLIDING)
     )
     return full, sliding
 

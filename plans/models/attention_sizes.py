@@ -76,5 +76,5 @@ class AttentionSizes:
             return "value_width", "values have no width"
         if self.key_heads != 1 or self.positions != "rotary":
             return "latent_width", "latents need rotary positions and 1 key head"
-        others = ("head_norm", "joint_norm", "qkv_bias", "attention_sinks", "parallel")
-        return next(((field, "not supported with latents") for field in others if getattr(self, field)), None)
+        unsupported = ("head_norm", "joint_norm", "qkv_bias", "attention_sinks", "parallel")
+        return next(((field, "not supported with latents") for field in unsupported if getattr(self, field)), None)

@@ -166,7 +166,6 @@ FAMILY = Family(
             interleaved=False,
             activation="gelu",
             norms="both",
-            head_norm=True,
             full_layer_every=6,
             scales_embedding=True,
             local_theta=LOCAL_THETA,

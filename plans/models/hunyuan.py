@@ -66,7 +66,7 @@ def _uniform(config: Record, field: str, minimum: int, maximum: int) -> int:
     """Return a whole number, or the number that a list has for every layer."""
     value = config.value(field)
     if isinstance(value, list):
-        if not value or any(other != value[0] for other in value):
+        if not value or any(number != value[0] for number in value):
             config.fail(field, f"{quoted(value)} differs between layers: not supported")
         return Record({field: value[0]}, config.where).integer(field, minimum, maximum)
     return config.integer(field, minimum, maximum)

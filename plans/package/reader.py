@@ -82,8 +82,8 @@ class Package:
         experts = self.manifest.source_experts
         if experts is None:
             return (self.bundles_path,)
-        own = (self.path / SHARED,) if SHARED in self.manifest.files else ()
-        return (*(Path(file.path) for file in experts.files), *own)
+        of_package = (self.path / SHARED,) if SHARED in self.manifest.files else ()
+        return (*(Path(file.path) for file in experts.files), *of_package)
 
     @property
     def checksums_path(self) -> Path:

@@ -106,8 +106,8 @@ def test_a_linear_scaling_and_per_layer_lists_are_read(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tensor_is_not_ignored(tmp_path: Path) -> None:
-    extra = {"blk.0.attn_q_norm.weight": np.ones(32, np.float32)}
-    refuse(write_gguf(tmp_path / "m.gguf", TINY, extra=extra), r"attn_q_norm\.weight: a tensor that this architecture")
+    extra = {"blk.0.attn_r_norm.weight": np.ones(32, np.float32)}
+    refuse(write_gguf(tmp_path / "m.gguf", TINY, extra=extra), r"attn_r_norm\.weight: a tensor that this architecture")
 
 
 @pytest.mark.parametrize("name", ["gemma", "bitnet", "bamboo", "nemotron_h", "generic.gpu_index"])

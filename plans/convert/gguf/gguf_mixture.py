@@ -38,35 +38,37 @@ def gguf_mixture(
     experts: value of `expert_count`
     """
 
-    def field(key: str) -> str | None:
-        return f"{name}.{key}" if metadata.has(f"{name}.{key}") else None
+    def has(key: str) -> bool:
+        return metadata.has(f"{name}.{key}")
 
     def integer(key: str, minimum: int, maximum: int, default: int) -> int:
-        return metadata.integer(found, minimum, maximum) if (found := field(key)) else default
+        return metadata.integer(f"{name}.{key}", minimum, maximum) if has(key) else default
 
     routers = [inventory.has(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers)]
+    experts_per_token = metadata.integer(f"{name}.expert_used_count", 1, experts)
     if not any(routers):
         metadata.fail(f"{name}.expert_count", f"is {experts}, but no layer has a router, `ffn_gate_inp.weight`")
     routed_layer = routers.index(True)
-    width_key = field("expert_feed_forward_length") or f"{name}.feed_forward_length"
-    neurons = metadata.integer(width_key, 1, MAX.neurons)
+    neurons_key = "expert_feed_forward_length" if has("expert_feed_forward_length") else "feed_forward_length"
+    neurons = metadata.integer(f"{name}.{neurons_key}", 1, MAX.neurons)
     gating = integer("expert_gating_func", 0, 99, 0)
     if gating and gating not in GATING:
         metadata.fail(f"{name}.expert_gating_func", f"{gating} is not supported; 1 and 3 (softmax) and 2 (sigmoid) are")
     normalized = architecture.normalized_shares
-    if found := field("expert_weights_norm"):
-        normalized = metadata.boolean(found)
+    if has("expert_weights_norm"):
+        normalized = metadata.boolean(f"{name}.expert_weights_norm")
     shared_experts = _parts(inventory, SHARED.format(routed_layer), neurons)
     if integer("expert_shared_count", 0, MAX.experts, 0) and not shared_experts:
         metadata.fail(f"{name}.expert_shared_count", f"is not 0, but `{SHARED.format(routed_layer)}` is missing")
     groups = integer("expert_group_count", 1, experts, 1)
     if experts % groups:
         metadata.fail(f"{name}.expert_group_count", f"{groups} groups of {experts} experts")
-    scale = metadata.number(found, 0.0, MAX_SCALE) if (found := field("expert_weights_scale")) else 0.0
+    scale_key = "expert_weights_scale"
+    scale = metadata.number(f"{name}.{scale_key}", 0.0, MAX_SCALE) if has(scale_key) else 0.0
     return GgufMixture(
         {
             "experts": experts,
-            "experts_per_token": metadata.integer(f"{name}.expert_used_count", 1, experts),
+            "experts_per_token": experts_per_token,
             "neurons": neurons,
             "router": GATING[gating] if gating else architecture.router,
             "router_reads": architecture.router_reads,
