@@ -266,7 +266,8 @@ class ModelSpec(AttentionSizes, ExpertNumbers):
         self._require_routing()
         self._require("norms", self.norms == "before" or not self.parallel, f"{self.norms} does not go with parallel")
         local = any(self.local_layers)
-        self._require("layer_kinds", self.positions == "rotary" or not local, "local positions are rotary")
+        one_table = self.positions != "rotary" or self.latent_width > 0
+        self._require("layer_kinds", not (local and one_table), "local positions are rotary, and without latents")
         self._require("local_attention_scale", local or self.local_attention_scale == 1, "no layer is local")
         limited = self.activation == "clamped_swiglu"
         within = self.activation_limit > 0 if limited else self.activation_limit == 0

@@ -327,7 +327,8 @@ class ReferenceEngine:
             all_queries = np.concatenate((unrotated, end_of_queries), axis=2) * np.float32(model.attention_scale)
             shared = np.repeat(end_of_keys, model.query_heads, axis=1)
             all_keys = np.concatenate((keys[of], shared), axis=2)
-            mixed.append(attend(all_queries, all_keys, values[of], model.windows_tokens[layer]))
+            window = model.windows_tokens[layer]
+            mixed.append(attend(all_queries, all_keys, values[of], window, score_cap=model.score_cap))
             first += length
             self._attended(layer, first)
         attention = self._product(layer, "attention_output", np.concatenate(mixed).reshape(len(normed), -1))
