@@ -254,12 +254,20 @@ class _Tensors:
             self.vectors[f"{prefix}.{name}"] = (self._weight(f"{layer}{self._name(name)}", length),)
         query = self._weight(f"{layer}{self._name('query')}", heads * model.head_width, model.query_rank or model.width)
         self.matrices[f"{prefix}.query"] = (query.reordered(orders.get("query")),)
+        if self._names.latent_up is None:
+            stack = self._stack(layer, "turned_key_up", model.latent_width, model.unrotated_width)
+            self.matrices[f"{prefix}.key_up"] = tuple(matrix.turned() for matrix in stack)
+            self.matrices[f"{prefix}.value_up"] = self._stack(layer, "value_up", model.value_width, model.latent_width)
+            return
         rows = model.unrotated_width + model.value_width  # of one head: its keys, then its values
         joint = self._weight(f"{layer}{self._name('latent_up')}", heads * rows, model.latent_width)
         of_heads = np.arange(heads * rows, dtype=np.int64).reshape(heads, rows)
         keys, values = np.split(of_heads, [model.unrotated_width], axis=1)
         self.matrices[f"{prefix}.key_up"] = (joint.selected(keys.reshape(-1)),)
         self.matrices[f"{prefix}.value_up"] = (joint.selected(values.reshape(-1)),)
+
+    def _stack(self, layer: str, field: str, rows: int, columns: int) -> tuple[StoredMatrix, ...]:
+        return self._inventory.take_stack(f"{layer}{self._name(field)}.weight", self._model.query_heads, rows, columns)
 
     def _take_attention_output(self, prefix: str, layer: str) -> None:
         model, stored = self._model, f"{layer}{self._names.attention_output}"

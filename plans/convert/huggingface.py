@@ -16,8 +16,8 @@ from neuronpipe.plans.convert.joined_experts import is_in_mxfp4
 from neuronpipe.plans.convert.refusals import refuse_missing_config, refuse_other_directories
 from neuronpipe.plans.convert.rope import (
     attention_scale,
-    interleaved_ends,
     interleaved_order,
+    latent_orders,
     latent_scale,
     layer_positions,
     paired_order,
@@ -138,10 +138,7 @@ def _positions(
     if model.latent_width:
         rotated = rotated_width(config, model.rotary_width, partial=False)
         frequencies = scaled_frequencies(config, rotated, context_tokens=model.context_tokens)
-        if not architecture.is_interleaved(config):
-            return frequencies, {}
-        shapes = {"query": (model.query_heads, model.head_width), "latent_down": (1, model.cached_width)}
-        return frequencies, {part: interleaved_ends(*shape, model.rotary_width) for part, shape in shapes.items()}
+        return frequencies, latent_orders(model) if architecture.is_interleaved(config) else {}
     rotated = rotated_width(config, model.head_width, partial=architecture.partial_rotary)
     frequencies = scaled_frequencies(config, model.head_width, rotated, model.context_tokens)
     heads = {"query": model.query_heads, "key": model.key_heads}

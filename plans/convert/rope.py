@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import numpy as np
+from neuronpipe.plans.models.attention_sizes import AttentionSizes
 from neuronpipe.plans.models.configuration import FULL, SLIDING
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
@@ -161,6 +162,12 @@ def interleaved_ends(heads: int, head_width: int, rotated: int) -> NDArray[np.in
     rows = np.arange(heads * head_width, dtype=np.int64).reshape(heads, head_width)
     ends = rows[:, head_width - rotated :].reshape(heads, rotated // 2, 2).swapaxes(1, 2)
     return np.concatenate((rows[:, : head_width - rotated], ends.reshape(heads, rotated)), axis=1).reshape(-1)
+
+
+def latent_orders(model: AttentionSizes) -> dict[str, NDArray[np.int64]]:
+    """Return `interleaved_ends` of the matrices of a model with latents that compute rotated elements."""
+    shapes = {"query": (model.query_heads, model.head_width), "latent_down": (1, model.cached_width)}
+    return {part: interleaved_ends(*shape, model.rotary_width) for part, shape in shapes.items()}
 
 
 def _scaling(config: Record) -> Record | None:

@@ -111,6 +111,10 @@ class StoredMatrix:
         places = np.arange(first, first + count, dtype=np.int64)
         return replace(self, rows=count, order=np.where(places < self.rows, places, -1))
 
+    def turned(self) -> TurnedMatrix:
+        """Return the matrix whose rows are the columns of this one."""
+        return TurnedMatrix(self.name, self.file, self.offset, self.columns, self.rows, "F32", whole=self)
+
     def column_part(self, first: int, count: int) -> ColumnPart:
         """Return a matrix of `count` columns, from column `first` on. Columns that do not exist are zeros."""
         return ColumnPart(
@@ -143,6 +147,17 @@ class ColumnPart(StoredMatrix):
     def values(self, rows: RowNumbers) -> NDArray[np.float32]:
         part = self.whole.values(rows)[:, self.first_column : self.first_column + self.columns]
         return np.pad(part, ((0, 0), (0, self.columns - part.shape[1])))
+
+
+@frozen
+class TurnedMatrix(StoredMatrix):
+    """A matrix whose rows are the columns of another one. Reading rows reads all of that one, which is small."""
+
+    whole: StoredMatrix = field(kw_only=True)
+
+    def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
+        columns = self.whole.values(np.arange(self.whole.rows, dtype=np.int64)).T[rows]
+        return np.ascontiguousarray(columns).view(np.uint8)
 
 
 OpenFile = Callable[[Path], SourceFile]

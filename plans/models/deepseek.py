@@ -19,7 +19,7 @@ from neuronpipe.plans.models.configuration import (
     gated_activation,
     threshold,
 )
-from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.glm4_moe import NAMES as GLM_NAMES
 from neuronpipe.plans.models.mixture_configuration import (
     DEEPSEEK_DEFAULTS,
@@ -247,4 +247,5 @@ FAMILY = Family(
             extra_layers=MTP_LAYERS,
         ),
     },
+    gguf={"deepseek2": GgufArchitecture(interleaved=True, latents=True, normalized_shares=False)},
 )

@@ -42,7 +42,8 @@ class TensorNames:
     query_key_value: the joined tensor of queries, keys and values; None: each has a separate tensor
     latent_down, query_down: with latents, the matrices that compute the latent and the rotated part of keys, and the
         input of queries; latent_norm, query_down_norm: their norms
-    latent_up: the matrix of the keys, without their rotated part, and values of all heads, head after head
+    latent_up: the matrix of the keys, without their rotated part, and values of all heads, head after head; or
+        turned_key_up and value_up: stacks of the heads' matrices, of keys with a row for each element of the latent
     first_position: number of rows of `positions` before the row of position 0
     gate_up: the tensor in which the rows of each expert's gate precede those of its up
     joined_gate_up: the tensor in which the rows of gate and up of all experts alternate
@@ -78,6 +79,8 @@ class TensorNames:
     latent_down: str | None = None
     latent_norm: str | None = None
     latent_up: str | None = None
+    turned_key_up: str | None = None
+    value_up: str | None = None
     query_down: str | None = None
     query_down_norm: str | None = None
     joined_gate_up: str | None = None
@@ -150,6 +153,7 @@ class GgufArchitecture:
     router: used for mixtures if a file names none
     router_reads: the field of ModelSpec
     normalized_shares: the field of ModelSpec, if a file does not say it
+    latents: attention has latents, with heads whose ends are rotated by neighbouring elements
     harmless: a regular expression of the names of tensors that may be present and are ignored
     norm: norm of the layers; weights of LayerNorm have no offset, unlike those of checkpoints (`norm_offset`)
     gated: the feed-forward has Gate beside Up and Down
@@ -179,6 +183,7 @@ class GgufArchitecture:
     router: Router = "softmax"
     router_reads: RouterInput = "feed_forward"
     normalized_shares: bool = True
+    latents: bool = False
     harmless: str = r"(?!)"
     norm: NormKind = "rms"
     gated: bool = True

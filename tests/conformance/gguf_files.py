@@ -27,6 +27,12 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -82,6 +88,8 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo2",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
 }
 INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite")
 LAYER_NORM = ("falcon", "nemotron")
@@ -128,10 +136,12 @@ def write_gguf(
     powerinfer: bool = False,
     architecture: str | None = None,
     tensors_of_part: int = 0,
+    joint_latents: bool = True,
 ) -> Path:
     """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors, and instead
     puts them in place of the recipe's; more adds matrices in that encoding. powerinfer: as that program's converter
-    does it, Down transposed. tensors_of_part: in several files of so many tensors; the first one's path is returned."""
+    does it, Down transposed. tensors_of_part: in several files of so many tensors; the first one's path is returned.
+    joint_latents: keys and values of latents are one matrix."""
     architecture = architecture or ARCHITECTURES.get(recipe.architecture, "llama")
     writer = GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
     writer.add_name(name)
@@ -143,7 +153,7 @@ def write_gguf(
     writer.add_head_count_kv(recipe.key_heads)
     if architecture == "falcon":
         writer.add_tensor_data_layout("jploski")
-    else:
+    elif architecture != "deepseek2":
         writer.add_key_length(recipe.head_width)
         writer.add_value_length(recipe.head_width)
     (writer.add_layer_norm_eps if architecture in LAYER_NORM else writer.add_layer_norm_rms_eps)(1e-5)
@@ -151,7 +161,8 @@ def write_gguf(
     add_tokenizer(writer, recipe)
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
-    for full_name, tensor in stacked_experts(recipe):
+    all_tensors = stacked_experts(recipe) if joint_latents else split_keys_values(recipe)
+    for full_name, tensor in all_tensors:
         if gguf_name(full_name) not in (instead or {}):
             add_tensor(writer, recipe, full_name, tensor, encoding, architecture, powerinfer=powerinfer)
     for full_name, tensor in {**(extra or {}), **(instead or {})}.items():
@@ -309,6 +320,35 @@ def add_tokenizer(writer: GGUFWriter, recipe: Recipe, *, split: str | None = "gp
     writer.add_token_types([1] * (len(pieces) - 1) + [3])
     writer.add_token_merges([" ".join(merge) for merge in model["model"]["merges"]])
     writer.add_eos_token_id(recipe.vocabulary - 1)
+
+
+def latent_keys(recipe: Recipe, *, joint: bool) -> dict[str, Any]:
+    """What llama.cpp's converter says of latents. joint: as before it split the matrix of keys and values."""
+    settings, suffix = recipe.config, "" if joint else "_mla"
+    latent, rotated = settings["kv_lora_rank"], settings["qk_rope_head_dim"]
+    wide = {} if joint else {"attention.key_length": latent + rotated, "attention.value_length": latent}
+    return {
+        **wide,
+        f"attention.key_length{suffix}": settings["qk_nope_head_dim"] + rotated,
+        f"attention.value_length{suffix}": settings["v_head_dim"],
+        "attention.q_lora_rank": settings["q_lora_rank"],
+        "attention.kv_lora_rank": latent,
+        "rope.dimension_count": rotated,
+    }
+
+
+def split_keys_values(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """The recipe's tensors with keys apart from values, and a row of keys for each element of the latent."""
+    settings = recipe.config
+    for name, tensor in stacked_experts(recipe):
+        if not name.endswith("kv_b_proj.weight"):
+            yield name, tensor
+            continue
+        layer = f"blk.{name.split('.')[2]}"
+        heads = tensor.reshape(recipe.query_heads, -1, settings["kv_lora_rank"])
+        keys, values = np.split(heads, [settings["qk_nope_head_dim"]], axis=1)
+        yield f"{layer}.attn_k_b.weight", _turned(keys)
+        yield f"{layer}.attn_v_b.weight", np.ascontiguousarray(values)
 
 
 def llama3_factors(recipe: Recipe) -> Array:

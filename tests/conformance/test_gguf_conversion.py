@@ -39,6 +39,7 @@ from tests.conformance.gguf_files import (
     ARCHITECTURES,
     SCALE_PLACES,
     gguf_name,
+    latent_keys,
     llama3_factors,
     random_blocks,
     stacked_experts,
@@ -255,6 +256,36 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "dots1": {"expert_gating_func": 2},
     "minimax-m2": {"expert_gating_func": 2, "expert_weights_norm": True},
 }
+
+
+LATENTS: dict[str, dict[str, Any]] = {
+    "deepseek v2 groups": {"expert_group_count": 4, "expert_group_used_count": 2, "expert_weights_scale": 4.0},
+    "deepseek v3": {
+        "expert_gating_func": 2, "expert_weights_norm": True, "expert_group_count": 4, "expert_group_used_count": 2,
+        "expert_weights_scale": 2.5, "rope.scaling.yarn_log_multiplier": 0.1, "rope.scaling.yarn_beta_slow": 1.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("name", LATENTS)
+def test_latents_are_the_same_package_however_keys_and_values_are_stored(
+    name: str, joint: bool, tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    recipe, expected = RECIPES[name], converted(name, "q8")
+    keys = {
+        **LATENTS[name],
+        **latent_keys(recipe, joint=joint),
+        "expert_count": recipe.experts,
+        "expert_used_count": recipe.config["num_experts_per_tok"],
+        "expert_feed_forward_length": recipe.neurons,
+    }
+    metadata = {f"deepseek2.{key}": value for key, value in keys.items()}
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata, joint_latents=joint)
+    package = convert(source, tmp_path / "p", quantization="q8")
+    assert same_weights(package, expected)
+    ours, theirs = asdict(package.manifest.model), asdict(expected.manifest.model)
+    assert ours == {name: pytest.approx(value) if isinstance(value, float) else value for name, value in theirs.items()}
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -75,6 +75,7 @@ def gguf_mixture(
             "normalized_shares": normalized or gating == SOFTMAX_OF_CHOSEN,
             "choosing_bias": inventory.has(f"blk.{routed_layer}.exp_probs_b.bias"),
             "router_groups": groups,
+            "groups_by_best": groups > 1 and architecture.latents and gating in (0, 1),
             "groups_per_token": integer("expert_group_used_count", 1, groups, groups),
             "routed_scale": max(scale, MIN_SCALE) if scale else 1.0,
             "shared_experts": shared_experts,

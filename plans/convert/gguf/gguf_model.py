@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.plans.convert.chat_template import examined, gguf_template
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predictors, take_tensors
+from neuronpipe.plans.convert.gguf.gguf_latents import gguf_latents, latent_names, latent_scaling
 from neuronpipe.plans.convert.gguf.gguf_mixture import GgufMixture, gguf_mixture
 from neuronpipe.plans.convert.gguf.gguf_parts import OpenPart, open_parts
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import gguf_ends, package_tokenizer
@@ -30,6 +31,8 @@ from neuronpipe.plans.convert.rope import (
     MAX_THETA,
     attention_scale,
     interleaved_order,
+    latent_orders,
+    latent_scale,
     paired_order,
     scaled_frequencies,
 )
@@ -222,13 +225,15 @@ def _model(
     width, query_heads = integer("embedding_length", 1, MAX.width), integer("attention.head_count", 1, MAX.query_heads)
     head_width = integer("attention.key_length", 2, MAX.head_width, width // query_heads)
     whole = ("attention.value_length", *(() if architecture.partial_rotary else ("rope.dimension_count",)))
-    for key in whole:
+    latents = gguf_latents(metadata, name) if architecture.latents else {}
+    for key in () if latents else whole:
         if integer(key, 1, MAX.head_width, head_width) != head_width:
             metadata.fail(f"{name}.{key}", f"differs from the width of a head, {head_width}: not supported")
     epsilon = "layer_norm_epsilon" if architecture.norm == "layer" else "layer_norm_rms_epsilon"
     max_tokens = integer("context_length", 1, MAX.context_tokens)
     if context_tokens is not None and not 1 <= context_tokens <= max_tokens:
         metadata.fail(f"{name}.context_length", f"is {max_tokens}, so {context_tokens} tokens are impossible")
+    key_heads = integer("attention.head_count_kv", 1, MAX.key_heads, query_heads)
     window_tokens = integer("attention.sliding_window", 0, MAX.context_tokens, 0)
     try:
         return ModelSpec(
@@ -237,8 +242,7 @@ def _model(
             **(_dense_fields(integer, inventory) if mixture is None else mixture.fields),
             layer_kinds=_layer_kinds(layers, window_tokens, architecture, mixture),
             query_heads=query_heads,
-            key_heads=integer("attention.head_count_kv", 1, MAX.key_heads, query_heads),
-            head_width=head_width,
+            **(latents or {"key_heads": key_heads, "head_width": head_width}),
             vocabulary=inventory.shape("token_embd.weight")[0],
             context_tokens=context_tokens or max_tokens,
             norm=architecture.norm,
@@ -292,7 +296,8 @@ def _layer_kinds(
 
 def _scales(metadata: Record, name: str, architecture: GgufArchitecture, head_width: int) -> dict[str, Any]:
     """Return the factors of ModelSpec: YaRN's, and those of the file if the architecture has some."""
-    scales = {"attention_scale": attention_scale(_rope(metadata, name, architecture))}
+    rope = _rope(metadata, name, architecture)
+    scales = {"attention_scale": latent_scale(rope) if architecture.latents else attention_scale(rope)}
     if not architecture.has_scales:
         return scales
 
@@ -323,6 +328,8 @@ def _frequencies(
     metadata: Record, name: str, architecture: GgufArchitecture, model: ModelSpec, inventory: Inventory
 ) -> NDArray[np.float32]:
     """Return the table of inverse frequencies. Files of Llama 3 have its scaling as a tensor of divisors."""
+    if model.latent_width:
+        return scaled_frequencies(_rope(metadata, name, architecture), model.rotary_width)
     rotated = _rotated_width(metadata, name, model)
     frequencies = scaled_frequencies(_rope(metadata, name, architecture), model.head_width, rotated)
     if inventory.has("rope_freqs.weight"):
@@ -349,15 +356,17 @@ def _rope(metadata: Record, architecture: str, rules: GgufArchitecture) -> Recor
     if kind != "none":
         rope["rope_scaling"] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        rope["rope_scaling"] |= _yarn(metadata, architecture) | {"truncate": rules.rounds_yarn}
+        rope["rope_scaling"] |= _yarn(metadata, architecture, rules) | {"truncate": rules.rounds_yarn}
     return Record(rope, metadata.where)
 
 
-def _yarn(metadata: Record, architecture: str) -> dict[str, Any]:
+def _yarn(metadata: Record, architecture: str, rules: GgufArchitecture) -> dict[str, Any]:
     """Return the numbers of YaRN by the names of config.json. Raises UserError for keys that config.json cannot
     express and that llama.cpp's converter does not write, unless they have no effect."""
     prefix = f"{architecture}.rope.scaling"
     for key, plain in (("attn_factor", 1.0), ("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+        if rules.latents and key == "yarn_log_multiplier":
+            continue
         if metadata.has(f"{prefix}.{key}") and metadata.number(f"{prefix}.{key}", -1e6, 1e6) != plain:
             metadata.fail(f"{prefix}.{key}", f"is not {plain:g}: not supported")
     original = f"{prefix}.original_context_length"
@@ -369,6 +378,7 @@ def _yarn(metadata: Record, architecture: str) -> dict[str, Any]:
     }
     return {
         "original_max_position_embeddings": metadata.integer(original, 1, MAX.context_tokens),
+        **(latent_scaling(metadata, architecture) if rules.latents else {}),
         **{name: metadata.number(*of) for name, of in numbers.items() if metadata.has(of[0])},
     }
 
@@ -385,6 +395,8 @@ def _rotated_width(metadata: Record, architecture: str, model: ModelSpec) -> int
 
 def _names(model: ModelSpec, architecture: GgufArchitecture, inventory: Inventory) -> TensorNames:
     names = replace(NAMES if model.experts == 1 else MIXTURE_NAMES, ffn_norm=architecture.ffn_norm)
+    if model.latent_width:
+        return latent_names(names, inventory, query_rank=model.query_rank)
     if not architecture.parallel:
         return names
     norm = "attn_norm_2" if inventory.has("blk.0.attn_norm_2.weight") else "attn_norm"
@@ -415,6 +427,8 @@ def _down_by_neuron(metadata: Record, model: ModelSpec, inventory: Inventory) ->
 def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArchitecture) -> dict[str, RowNumbers]:
     """Return the order of the rows of queries and keys; empty if they are stored as the engine rotates them."""
     heads = {"query": model.query_heads, "key": model.key_heads}
+    if model.latent_width:
+        return latent_orders(model)
     if architecture.interleaved:
         return {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
     if architecture.partial_rotary and (rotated := _rotated_width(metadata, name, model)) < model.head_width:
