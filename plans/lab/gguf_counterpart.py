@@ -327,7 +327,8 @@ def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
     writer.add_context_length(model.context_tokens)
     writer.add_embedding_length(model.width)
     writer.add_block_count(model.layers)
-    writer.add_feed_forward_length(model.neurons)
+    parts = max(kind.dense_experts for kind in model.layer_kinds) or 1  # of a layer without router
+    writer.add_feed_forward_length(parts * model.neurons)
     writer.add_head_count(model.query_heads)
     writer.add_head_count_kv(model.key_heads)
     writer.add_key_length(model.head_width)
