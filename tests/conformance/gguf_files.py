@@ -40,9 +40,13 @@ NAMES = {
     "mlp.router": "ffn_gate_inp",
     **{
         f"mlp.{kind}.{matrix}_proj": f"ffn_{matrix}_shexp"
-        for kind in ("shared_experts", "shared_expert")
+        for kind in ("shared_experts", "shared_expert", "shared_mlp")
         for matrix in ("gate", "up", "down")
     },
+    "mlp.gate.wg": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.primary_router": "ffn_gate_inp",
@@ -61,6 +65,7 @@ OUTPUT_NORMS = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight")
+JOINED_EXPERTS = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
 STACKS = {
     **dict.fromkeys(("w1", "gate_proj", "gate"), "ffn_gate_exps"),
     **dict.fromkeys(("w3", "up_proj", "up"), "ffn_up_exps"),
@@ -84,6 +89,8 @@ ARCHITECTURES = {
     "OlmoeForCausalLM": "olmoe",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "MiniMaxM2ForCausalLM": "minimax-m2",
+    "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    "GraniteMoeForCausalLM": "granitemoe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Olmo2ForCausalLM": "olmo2",
@@ -91,7 +98,7 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
 }
-INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite")
+INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe")
 LAYER_NORM = ("falcon", "nemotron")
 
 
@@ -183,6 +190,10 @@ def add_rope(writer: GGUFWriter, recipe: Recipe) -> None:
     """What the stock converter says of rotary positions: nothing, of a falcon."""
     values = config(recipe)
     rope = values.get("rope_parameters", values)
+    if alpha := values.get("rope_scaling", {}).get("alpha"):  # the base is all that it changes
+        width = recipe.head_width
+        writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0) * alpha ** (width / (width - 2)))
+        return
     if "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
     if "partial_rotary_factor" in values or "rotary_dim" in values:
@@ -205,12 +216,23 @@ def stacked_experts(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         yield from _gpt_oss(recipe)
         return
     for name, tensor in tensors(recipe):
-        if match := EXPERT.fullmatch(name):
+        if match := JOINED_EXPERTS.fullmatch(name):
+            yield from _apart(f"{match[1]}.", match[2], tensor)
+        elif match := EXPERT.fullmatch(name):
             stacks.setdefault(f"{match[1]}.{STACKS[match[2]]}.weight", []).append(tensor)
         else:
             yield name, tensor
     for name, parts in stacks.items():
         yield name, np.stack(parts)
+
+
+def _apart(layer: str, kind: str, tensor: Array) -> Iterator[tuple[str, Array]]:
+    """The stacks of a layer of Granite, whose checkpoints have gate and up in one."""
+    if kind == "output":
+        yield f"{layer}ffn_down_exps.weight", tensor
+        return
+    for matrix, rows in zip(("gate", "up"), np.split(tensor, 2, axis=1), strict=True):
+        yield f"{layer}ffn_{matrix}_exps.weight", np.ascontiguousarray(rows)
 
 
 def _gpt_oss(recipe: Recipe) -> Iterator[tuple[str, Array]]:

@@ -255,6 +255,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "ernie4_5moe": {"expert_weights_norm": True, "expert_gating_func": 1},
     "dots1": {"expert_gating_func": 2},
     "minimax-m2": {"expert_gating_func": 2, "expert_weights_norm": True},
+    "hunyuan moe": {},
+    "granitemoe": {
+        "embedding_scale": 1.5,
+        "logit_scale": 0.5,
+        "residual_scale": 0.8,
+        "attention.scale": 0.3,
+    },
 }
 
 
