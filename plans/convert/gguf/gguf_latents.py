@@ -1,4 +1,4 @@
-"""How a GGUF file describes multi-head latent attention: its keys, and the names of its tensors.
+"""The description of multi-head latent attention in a GGUF file: its keys, and the names of its tensors.
 
 Under `key_length` llama.cpp's converter writes the width of latent and rotated key together, and that of a query under
 `key_length_mla`. Older files have the latter under `key_length`, and one matrix for keys and values.
