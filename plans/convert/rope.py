@@ -230,12 +230,10 @@ def _longrope_factor(config: Record, scaling: Record, context_tokens: int) -> fl
     for field in ("long_mscale" if context_tokens > original else "short_mscale", "attention_factor"):
         if scaling.has(field):
             return scaling.number(field, 1e-3, 1e3)
-    whole = scaling if scaling.has("factor") else config
-    times = (
-        scaling.number("factor", 1e-3, 1e6)
-        if whole is scaling
-        else config.integer("max_position_embeddings", 1, 1 << 24) / original
-    )
+    if scaling.has("factor"):
+        times = scaling.number("factor", 1e-3, 1e6)
+    else:
+        times = config.integer("max_position_embeddings", 1, 1 << 24) / original
     return 1.0 if times <= 1 or original == 1 else math.sqrt(1 + math.log(times) / math.log(original))
 
 

@@ -6,6 +6,7 @@ The functions raise UserError for values that are not supported.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from neuronpipe.plans.models.family import SAY_WHICH, Choices, TensorNames, named_activation
@@ -42,6 +43,17 @@ GATED_NAMES = TensorNames(
     up="mlp.up_proj",
     down="mlp.down_proj",
     predictor="mlp.predictor.fc{}",
+)
+# Names of Qwen2MoeForCausalLM, which most later classes of mixtures use too.
+EXPERT_NAMES = replace(
+    GATED_NAMES,
+    router="mlp.gate",
+    expert="mlp.experts.{}.",
+    gate="gate_proj",
+    up="up_proj",
+    down="down_proj",
+    dense="mlp.{}_proj",
+    predictor=None,
 )
 PREDICTOR = "model.layers.0.mlp.predictor.fc1.weight"  # TurboSparse's; Bamboo has none
 GATED_HARMLESS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # tables that old checkpoints carry

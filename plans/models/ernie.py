@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from neuronpipe.plans.models.configuration import GATED_DEFAULTS, GATED_NAMES, gated_activation, gated_model
+from neuronpipe.plans.models.configuration import EXPERT_NAMES, GATED_DEFAULTS, gated_activation, gated_model
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.mixture_configuration import Mixture, dense_experts
 from neuronpipe.plans.models.spec import MAX, ModelSpec
@@ -42,16 +42,9 @@ DEFAULTS = {
     "eos_token_id": 2,
 }
 NAMES = replace(
-    GATED_NAMES,
-    router="mlp.gate",
+    EXPERT_NAMES,
     choosing_bias="mlp.moe_statics.e_score_correction_bias",
-    expert="mlp.experts.{}.",
-    gate="gate_proj",
-    up="up_proj",
-    down="down_proj",
     shared="mlp.shared_experts.{}_proj",
-    dense="mlp.{}_proj",
-    predictor=None,
 )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import (
+    EXPERT_NAMES,
     GATED_DEFAULTS,
-    GATED_NAMES,
     gated_activation,
     gated_model,
     sliding_windows,
@@ -72,16 +72,9 @@ DOTS_DEFAULTS = {
     "eos_token_id": None,
 }
 NAMES = replace(
-    GATED_NAMES,
-    router="mlp.gate",
+    EXPERT_NAMES,
     choosing_bias="mlp.gate.e_score_correction_bias",
-    expert="mlp.experts.{}.",
-    gate="gate_proj",
-    up="up_proj",
-    down="down_proj",
     shared="mlp.shared_experts.{}_proj",
-    dense="mlp.{}_proj",
-    predictor=None,
 )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from neuronpipe.plans.models.configuration import GATED_DEFAULTS, GATED_NAMES, gated_activation, gated_model
+from neuronpipe.plans.models.configuration import EXPERT_NAMES, GATED_DEFAULTS, gated_activation, gated_model
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
+from neuronpipe.plans.models.mixtral import NAMES as MIXTRAL_NAMES
 from neuronpipe.plans.models.mixture_configuration import Mixture
 from neuronpipe.plans.models.spec import MAX, ModelSpec
 from neuronpipe.plans.strict_json import Record
@@ -52,25 +53,7 @@ MINIMAX_DEFAULTS = {
     "num_local_experts": 256,
     "eos_token_id": 200020,
 }
-OLMOE_NAMES = replace(
-    GATED_NAMES,
-    router="mlp.gate",
-    expert="mlp.experts.{}.",
-    gate="gate_proj",
-    up="up_proj",
-    down="down_proj",
-    predictor=None,
-)
-MINIMAX_NAMES = replace(
-    GATED_NAMES,
-    router="block_sparse_moe.gate",
-    choosing_bias="block_sparse_moe.e_score_correction_bias",
-    expert="block_sparse_moe.experts.{}.",
-    gate="w1",
-    up="w3",
-    down="w2",
-    predictor=None,
-)
+MINIMAX_NAMES = replace(MIXTRAL_NAMES, choosing_bias="block_sparse_moe.e_score_correction_bias")
 
 
 def _olmoe(config: Record, has: Has, choices: Choices) -> ModelSpec:
@@ -110,7 +93,7 @@ FAMILY = Family(
     name=NAME,
     architectures={
         "OlmoeForCausalLM": Architecture(
-            config_class="OlmoeConfig", defaults=OLMOE_DEFAULTS, read=_olmoe, names=OLMOE_NAMES
+            config_class="OlmoeConfig", defaults=OLMOE_DEFAULTS, read=_olmoe, names=EXPERT_NAMES
         ),
         "MiniMaxM2ForCausalLM": Architecture(
             config_class="MiniMaxM2Config",

@@ -20,6 +20,7 @@ from neuronpipe.plans.models.configuration import (
     sliding_windows,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family
+from neuronpipe.plans.models.mixtral import NAMES as MIXTRAL_NAMES
 from neuronpipe.plans.models.spec import MAX, ModelSpec, runs_of
 from neuronpipe.plans.strict_json import Record
 
@@ -57,15 +58,6 @@ PHIMOE_DEFAULTS = {
     "eos_token_id": 2,
 }
 PHI3_NAMES = replace(GATED_NAMES, query_key_value="self_attn.qkv_proj", gate_up="mlp.gate_up_proj", predictor=None)
-PHIMOE_NAMES = replace(
-    GATED_NAMES,
-    router="block_sparse_moe.gate",
-    expert="block_sparse_moe.experts.{}.",
-    gate="w1",
-    up="w3",
-    down="w2",
-    predictor=None,
-)
 
 
 def _within_original(config: Record, choices: Choices) -> Choices:
@@ -113,7 +105,7 @@ def _phimoe(config: Record, has: Has, choices: Choices) -> ModelSpec:
     )
 
 
-PHIMOE = Architecture(config_class="PhimoeConfig", defaults=PHIMOE_DEFAULTS, read=_phimoe, names=PHIMOE_NAMES)
+PHIMOE = Architecture(config_class="PhimoeConfig", defaults=PHIMOE_DEFAULTS, read=_phimoe, names=MIXTRAL_NAMES)
 FAMILY = Family(
     name=NAME,
     architectures={

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import (
+    EXPERT_NAMES,
     GATED_DEFAULTS,
     GATED_NAMES,
     gated_activation,
@@ -72,17 +73,7 @@ MOE_DEFAULTS = {
     "norm_topk_prob": False,
     "mlp_only_layers": None,
 }
-MOE_NAMES = replace(
-    GATED_NAMES,
-    router="mlp.gate",
-    expert="mlp.experts.{}.",
-    gate="gate_proj",
-    up="up_proj",
-    down="down_proj",
-    shared="mlp.shared_expert.{}_proj",
-    shared_gate="mlp.shared_expert_gate",
-    dense="mlp.{}_proj",
-)
+MOE_NAMES = replace(EXPERT_NAMES, shared="mlp.shared_expert.{}_proj", shared_gate="mlp.shared_expert_gate")
 # Qwen2MoeConfig in transformers/models/qwen2_moe/configuration_qwen2_moe.py.
 QWEN2_MOE_DEFAULTS = {
     **{name: value for name, value in MOE_DEFAULTS.items() if name != "attention_bias"},

@@ -33,7 +33,6 @@ def with_implied_fields(metadata: Record, name: str, rules: GgufArchitecture, mo
         return replace(
             model,
             norms=rules.norms,
-            joint_norm=rules.joint_norm,
             layer_kinds=tuple(
                 replace(kind, local_positions=has_local and kind.window_tokens > 0) for kind in model.layer_kinds
             ),
