@@ -19,13 +19,16 @@ enum {
 };
 
 /* ---- chosen experts ---------------------------------------------------------------------------------------------- */
-/* Prefetch the clusters of all chosen experts. Each sharer requests those of some groups. */
+/* Prefetch the clusters of all chosen experts that were not requested before. Each sharer requests those of some
+ * groups. */
 static void prefetch_groups(np_engine *engine, uint32_t layer)
 {
     /* With external products the reader of their rows makes the requests. */
     if (!engine->config.prefetch || np_predictor_decides(engine) || engine->config.external_products)
         return;
-    for (uint32_t g = engine->sharer; g < engine->group_count; g += engine->sharers)
+    const int were_always_active_requested = engine->shape.router_reads == NP_READS_FEED_FORWARD; /* np_begin_layer */
+    const uint32_t end = were_always_active_requested ? engine->fixed.layers[layer].routed_experts : engine->fixed.layers[layer].experts;
+    for (uint32_t g = engine->sharer; g < engine->group_count && engine->groups[g].expert < end; g += engine->sharers)
         np_request_ahead(engine, layer, engine->groups[g].expert, engine->blocks, np_parts_ahead(engine, layer, engine->groups[g].count),
                          NP_REQUEST_PREFETCH);
 }
