@@ -616,6 +616,7 @@ typedef struct {
     uint32_t first_ffn;     /* the number of the layer's first expert among the experts of all layers */
     uint32_t experts, routed_experts; /* the first routed_experts are those that the router chooses from; the others compute every token */
     uint32_t window_tokens; /* maximal number of positions that a token attends to; 0: all */
+    uint32_t cached_before; /* elements of a position in the KV cache of the layers before */
     np_matrix qkv, attention_output;
     np_matrix latent_down, query_down; /* with latents: [latent_width+rotary_width, width], [query_rank, width]; there is no qkv then */
     np_matrix query, key_up, value_up; /* [query_heads*head_width, query_rank or width]; [query_heads*(head_width-rotary_width), latent_width]: rows are
@@ -666,8 +667,8 @@ typedef struct {
                         * predictor */
     uint32_t *claims;  /* [np_engine_claims(layers)], zeroed before every step */
     float *logits;     /* [logit_rows][vocabulary] */
-    uint16_t *kv;      /* [layers][sequences][key_heads][2][context_tokens][head_width]; with latents
-                        * [layers][sequences][context_tokens][latent_width+rotary_width] */
+    uint16_t *kv;      /* of each layer [sequences][key_heads][2][context_tokens][head_width]; with latents
+                        * [sequences][context_tokens][latent_width+rotary_width] */
     const uint8_t *slots[2];               /* by part */
     uint32_t *entries[2];                  /* by part: [layers*clusters] */
     uint64_t *window;                      /* of this participant only */

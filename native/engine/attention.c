@@ -23,8 +23,8 @@
 static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequence, uint32_t key_head, uint32_t which)
 {
     const np_shape *s = &engine->shape;
-    const size_t head = (((size_t)layer * engine->config.sequences + sequence) * s->key_heads + key_head) * 2 + which;
-    return engine->shared.kv + head * s->context_tokens * s->head_width;
+    const size_t head = ((size_t)sequence * s->key_heads + key_head) * 2 + which;
+    return np_layer_kv(engine, layer) + head * s->context_tokens * s->head_width;
 }
 
 static void rotate(const np_engine *engine, const float *inverse_frequency, int32_t position, float *head)

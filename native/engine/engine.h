@@ -216,6 +216,12 @@ static inline uint32_t np_cached_width(const np_shape *s)
     return s->latent_width ? s->latent_width + s->rotary_width : s->head_width;
 }
 
+/* The keys and values of one layer, of all sequences. */
+static inline uint16_t *np_layer_kv(const np_engine *engine, uint32_t layer)
+{
+    return engine->shared.kv + (size_t)engine->fixed.layers[layer].cached_before * engine->config.sequences * engine->shape.context_tokens;
+}
+
 /* The number of columns of attention's output matrix. */
 static inline size_t np_output_columns(const np_shape *s)
 {

@@ -44,7 +44,7 @@ static uint32_t claim(np_engine *engine, uint32_t layer, uint32_t first, uint32_
 static uint16_t *latents_of(const np_engine *engine, uint32_t layer, uint32_t sequence)
 {
     const np_shape *s = &engine->shape;
-    return engine->shared.kv + ((size_t)layer * engine->config.sequences + sequence) * s->context_tokens * np_cached_width(s);
+    return np_layer_kv(engine, layer) + (size_t)sequence * s->context_tokens * np_cached_width(s);
 }
 
 /* Rows of a matrix times each token's vector, into engine->rows. */

@@ -42,12 +42,8 @@ class StepBytes:
         tokens: length of the sequence
         """
         model = self.manifest.model
-        return (
-            model.cached_vectors
-            * model.cached_width
-            * 2
-            * sum(kind.layers * min(tokens, kind.window_tokens or tokens) for kind in model.layer_kinds)
-        )
+        layers = zip(model.cached_vectors, model.windows_tokens, strict=True)
+        return 2 * sum(vectors.elements * min(tokens, window or tokens) for vectors, window in layers)
 
     def trigger_rows(self, tokens: int) -> float:
         """Return the bytes of the trigger rows that the tokens read. A row counts for each token, up to all rows."""

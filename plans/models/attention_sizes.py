@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+
+class CachedVectors(NamedTuple):
+    """The vectors that the KV cache has of a position in one layer: a key and a value of each key head, or a latent."""
+
+    count: int
+    width: int
+
+    @property
+    def elements(self) -> int:
+        return self.count * self.width
 
 
 class AttentionSizes:
@@ -17,6 +29,7 @@ class AttentionSizes:
     value_width: int
     query_rank: int
     positions: Literal["rotary", "learned"]
+    layers: int
 
     @property
     def query_width(self) -> int:
@@ -52,10 +65,20 @@ class AttentionSizes:
         """Width of a vector of the KV cache: of a head's key or value, or of latent and rotated key together."""
         return self.latent_width + self.rotary_width if self.latent_width else self.head_width
 
+    @cached_property
+    def cached_vectors(self) -> tuple[CachedVectors, ...]:
+        """The vectors of a position in the KV cache, for each layer."""
+        count = 1 if self.latent_width else 2 * self.key_heads
+        return (CachedVectors(count, self.cached_width),) * self.layers
+
     @property
-    def cached_vectors(self) -> int:
-        """Number of vectors of a position in a layer's KV cache."""
-        return 1 if self.latent_width else 2 * self.key_heads
+    def position_elements(self) -> int:
+        """Number of elements of a position in the KV cache, in all layers."""
+        return sum(vectors.elements for vectors in self.cached_vectors)
+
+    def cached_before(self, layer: int) -> int:
+        """Return the number of elements of a position in the KV cache of the layers before this one."""
+        return sum(vectors.elements for vectors in self.cached_vectors[:layer])
 
     @property
     def heads_width(self) -> int:

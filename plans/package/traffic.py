@@ -40,4 +40,4 @@ def step_bytes(package: Package, *, predicts: bool) -> int:
 
 def position_bytes(model: ModelSpec) -> int:
     """Return the bytes of the fp16 keys and values of one position, in all layers and heads."""
-    return model.layers * model.cached_vectors * model.cached_width * 2
+    return model.position_elements * 2

@@ -63,7 +63,8 @@ class BorrowableMemory:
     @functools.cached_property
     def grant_tokens(self) -> int:
         """Tokens of a grant, which are reserved together. Their keys fill whole pages."""
-        page_tokens = max(1, PAGE_BYTES // self._row_bytes)
+        least_width = min(vectors.width for vectors in self.manifest.model.cached_vectors)
+        page_tokens = max(1, PAGE_BYTES // (least_width * KV_BYTES))
         return max(1, -(-self.shape.context_tokens // GRANTS // page_tokens)) * page_tokens
 
     def granted_tokens(self, tokens: int) -> int:
@@ -91,11 +92,6 @@ class BorrowableMemory:
         # In memory the arrays lie as in the whole stage, further apart, so each may touch one more page.
         return min(self.stage_bytes, short.total_bytes + PAGE_BYTES * len(short.fields))
 
-    @property
-    def _row_bytes(self) -> int:
-        """Bytes of one token's key, or value, in one head of one layer."""
-        return self.manifest.model.cached_width * KV_BYTES
-
     def _slot_bytes(self, tokens: int) -> int:
         """Return the bytes of the pages that a KV slot with `tokens` tokens touches.
 
@@ -104,13 +100,12 @@ class BorrowableMemory:
         """
         if not tokens:
             return 0
-        used_bytes, all_bytes = (
-            self.granted_tokens(tokens) * self._row_bytes,
-            self.shape.context_tokens * self._row_bytes,
-        )
-        shared_bytes = PAGE_BYTES if all_bytes % PAGE_BYTES else 0
-        heads = self.manifest.model.layers * self.manifest.model.cached_vectors
-        return heads * (-(-used_bytes // PAGE_BYTES) * PAGE_BYTES + shared_bytes)
+        total_bytes, used_tokens = 0, self.granted_tokens(tokens)
+        for vectors in self.manifest.model.cached_vectors:
+            used_bytes = used_tokens * vectors.width * KV_BYTES
+            shared_bytes = PAGE_BYTES if self.shape.context_tokens * vectors.width * KV_BYTES % PAGE_BYTES else 0
+            total_bytes += vectors.count * (-(-used_bytes // PAGE_BYTES) * PAGE_BYTES + shared_bytes)
+        return total_bytes
 
 
 def max_borrowed_bytes(budget: MemoryBudget) -> int:

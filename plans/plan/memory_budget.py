@@ -196,7 +196,8 @@ def _borrowed_bytes(manifest: Manifest, plan: Plan, borrowable: BorrowableMemory
 def _used_bytes(manifest: Manifest, plan: Plan, sequences: int, sequence_tokens: int, prompt_tokens: int) -> int:
     """Return the bytes of the KV cache and of a prompt's stage that were written. Parameters are as in `peak_bytes`."""
     shape, chunk = RunShape.of(plan.compute), plan.compute.prefill_chunk_tokens
-    page_tokens = max(1, PAGE_BYTES // (2 * manifest.model.cached_width))  # of one head's keys or values, or latents
+    least_width = min(vectors.width for vectors in manifest.model.cached_vectors)
+    page_tokens = max(1, PAGE_BYTES // (2 * least_width))  # of one head's keys or values, or latents
     used_tokens = min(shape.context_tokens, -(-sequence_tokens // page_tokens) * page_tokens)
     used_shape = dataclasses.replace(shape, sequences=min(sequences, shape.sequences), context_tokens=used_tokens)
     (stage,) = prefill_layouts(manifest, shape, min(chunk, prompt_tokens)).values()

@@ -147,11 +147,9 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
         ),
         layouts.residency(clusters=manifest.clusters, participants=shape.workers + shape.prefill_threads),
         layouts.kv(
-            layers=model.layers,
+            position_elements=model.position_elements,
             sequences=shape.sequences,
-            vectors=model.cached_vectors,
             context_tokens=shape.context_tokens,
-            vector_width=model.cached_width,
         ),
         layouts.exchange(
             tokens=shape.sequences,

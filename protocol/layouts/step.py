@@ -7,28 +7,20 @@ from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 NODE_SUMS = "; for an accelerator's blocks only the sums of tree nodes, each in the row of its first block"
 
 
-def kv(*, layers: int, sequences: int, vectors: int, context_tokens: int, vector_width: int) -> Layout:
+def kv(*, position_elements: int, sequences: int, context_tokens: int) -> Layout:
     """Keys and values, as fp16: for each layer, sequence and key head first all keys, then all values; or for each
-    layer and sequence all latents."""
+    layer and sequence all latents. position_elements: elements of a position, in all layers."""
     fields = Fields(
         "kv",
         4,
-        {
-            "layers": layers,
-            "sequences": sequences,
-            "vectors": vectors,
-            "context_tokens": context_tokens,
-            "vector_width": vector_width,
-        },
+        {"position_elements": position_elements, "sequences": sequences, "context_tokens": context_tokens},
     )
     fields.add(
         "kv",
         "u16",
-        "layers",
+        "position_elements",
         "sequences",
-        "vectors",
         "context_tokens",
-        "vector_width",
         by="decode, accelerator, prefill: the positions of their step; prefill: earlier ones, for a copy_from",
         to="decode, prefill",
         ordering="within a step the barrier, between steps StepDone and Prefilled",

@@ -186,6 +186,7 @@ def layer_facts(model: ModelSpec, layer: int) -> dict[str, Any]:
         "experts": model.expert_counts[layer],
         "routed_experts": model.routed_experts(layer),
         "window_tokens": model.windows_tokens[layer],
+        "cached_before": model.cached_before(layer),
         "rotary": model.rotary_layers[layer],
         "local_positions": model.local_layers[layer],
     }

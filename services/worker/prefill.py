@@ -8,10 +8,11 @@ next one is being read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from neuronpipe.native import lib
+from neuronpipe.plans.models.attention_sizes import CachedVectors
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.memory.segments import Segment
@@ -36,11 +37,9 @@ class PrefillService:
         self._keys_values = KeysValues(
             self._worker.memory.view("kv", "kv"),
             self._worker.memory.segments["kv"],
-            layers=manifest.model.layers,
+            manifest.model.cached_vectors,
             sequences=compute.sequences,
-            vectors=manifest.model.cached_vectors,
             context_tokens=compute.context_tokens,
-            vector_width=manifest.model.cached_width,
         )
         self._context = open_context()
         self._service = Service(self._context, job, slots=1, numerics=backend.numerics)
@@ -114,24 +113,21 @@ class KeysValues:
     """The KV cache of all sequences: prefixes are copied between slots instead of computed again, and unused memory is
     freed.
 
-    view: the KV segment's array [layers][sequences][vectors][context_tokens][vector_width], flat
-    vectors: number of vectors of a position in a layer: a key and a value of each key head, or a latent
+    view: the KV segment's array, flat: for each layer [sequences][vectors][context_tokens][width of a vector]
+    layers: the vectors of a position, for each layer
     """
 
     def __init__(
         self,
         view: memoryview,
         segment: Segment,
+        layers: Sequence[CachedVectors],
         *,
-        layers: int,
         sequences: int,
-        vectors: int,
         context_tokens: int,
-        vector_width: int,
     ) -> None:
-        self._view, self._segment = view, segment
-        self._layers, self._sequences, self._vectors = layers, sequences, vectors
-        self._context_tokens, self._vector_width = context_tokens, vector_width
+        self._view, self._segment, self._layers = view, segment, layers
+        self._sequences, self._context_tokens = sequences, context_tokens
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` positions of one slot to another. The copy is idempotent.
@@ -142,9 +138,8 @@ class KeysValues:
             0 <= source < self._sequences and 0 <= target < self._sequences and 0 <= tokens <= self._context_tokens
         ):
             raise ValueError(f"copying {tokens} tokens from slot {source} to {target}: there is no such place")
-        count = tokens * self._vector_width
-        for read, write in zip(self._places(source), self._places(target), strict=True):
-            self._view[write : write + count] = self._view[read : read + count]
+        for (read, width), (write, _) in zip(self._places(source), self._places(target), strict=True):
+            self._view[write : write + tokens * width] = self._view[read : read + tokens * width]
 
     def forget_behind(self, slot: int, tokens: int) -> None:
         """Free the memory of this slot's positions from `tokens` on, in whole pages. Raises ValueError for a slot or a
@@ -152,14 +147,17 @@ class KeysValues:
         if not (0 <= slot < self._sequences and 0 <= tokens <= self._context_tokens):
             raise ValueError(f"forgetting slot {slot} behind {tokens} tokens: there is no such place")
         first_byte = self._segment.layout["kv"].offset_bytes
-        for place in self._places(slot):
-            begin = first_byte + self._view.itemsize * (place + tokens * self._vector_width)
-            freed_bytes = self._view.itemsize * (self._context_tokens - tokens) * self._vector_width
+        for place, width in self._places(slot):
+            begin = first_byte + self._view.itemsize * (place + tokens * width)
+            freed_bytes = self._view.itemsize * (self._context_tokens - tokens) * width
             lib.np_file_give_back(self._segment.fd, begin, freed_bytes)
 
-    def _places(self, slot: int) -> Iterator[int]:
-        """Yield the index of this slot's first position in `view`, for keys and values of every head of every layer."""
-        stride = self._context_tokens * self._vector_width
-        for layer in range(self._layers):
-            first = (layer * self._sequences + slot) * self._vectors
-            yield from range(first * stride, (first + self._vectors) * stride, stride)
+    def _places(self, slot: int) -> Iterator[tuple[int, int]]:
+        """Yield the index of this slot's first position in `view` and the width of a vector, for keys and values of
+        every head of every layer."""
+        first = 0
+        for count, width in self._layers:
+            stride = self._context_tokens * width
+            for vector in range(slot * count, (slot + 1) * count):
+                yield first + vector * stride, width
+            first += self._sequences * count * stride

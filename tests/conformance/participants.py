@@ -63,7 +63,7 @@ class Participants:
             else None,
             "claims": self._claims,
             "logits": self._logits,
-            "kv": np.zeros(model.layers * model.cached_vectors * model.cached_width * model.context_tokens, np.uint16),
+            "kv": np.zeros(model.position_elements * model.context_tokens, np.uint16),
             "slots": self._slots(),
             "entries": tuple(self._entries),
             "arrivals": self._arrivals,

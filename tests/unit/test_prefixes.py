@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from neuronpipe.plans.models.attention_sizes import CachedVectors
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.services.coordinator.scheduling.prefix_reuse import (
@@ -151,11 +152,13 @@ def keys_values_of() -> Iterator[Callable[..., tuple[KeysValues, memoryview]]]:
     """Makes a KV segment with a different number in every place, as a prefill worker has it, and the numbers."""
     with contextlib.ExitStack() as stack:
 
-        def make(**shape: int) -> tuple[KeysValues, memoryview]:
-            segment = stack.enter_context(Segment.create(layouts.kv(vectors=4, **shape)))
+        def make(layers: int, vector_width: int, **shape: int) -> tuple[KeysValues, memoryview]:
+            vectors = [CachedVectors(4, vector_width)] * layers
+            elements = layers * 4 * vector_width
+            segment = stack.enter_context(Segment.create(layouts.kv(position_elements=elements, **shape)))
             view = stack.enter_context(segment.map(writable=True)).view("kv")
             view[:] = array("H", [1 + place % 65535 for place in range(len(view))])
-            return KeysValues(view, segment, vectors=4, **shape), view
+            return KeysValues(view, segment, vectors, **shape), view
 
         yield make
 

@@ -128,8 +128,10 @@ void Job::read_shape()
         const uint32_t layers = number(kind, "layers");
         if (layers > MAX_LAYERS - layers_.size())
             run_fail("model/layer_kinds", "has too many layers");
-        for (uint32_t i = 0; i < layers; i++, layers_.push_back(layer))
+        for (uint32_t i = 0; i < layers; i++, layers_.push_back(layer)) {
             layer.first_ffn = static_cast<uint32_t>(layers_.size()) * shape.experts;
+            layer.cached_before = static_cast<uint32_t>(layers_.size()) * 2 * shape.key_heads * shape.head_width;
+        }
     }
     shape.layers = static_cast<uint32_t>(layers_.size());
 }
