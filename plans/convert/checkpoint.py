@@ -12,8 +12,10 @@ import numpy as np
 from neuronpipe.plans.convert.chat_template import ChatTemplate, ExamineTemplate
 from neuronpipe.plans.convert.end_tokens import EndToken
 from neuronpipe.plans.convert.joined_experts import take_joined_experts
+from neuronpipe.plans.convert.recurrent_layers import take_recurrent_layer
 from neuronpipe.plans.convert.stored_tensors import Inventory, RowNumbers, StoredMatrix
 from neuronpipe.plans.models.family import TensorNames
+from neuronpipe.plans.models.recurrent_sizes import RECURRENT
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import MAX_RANK, Source
 from neuronpipe.plans.package.tensors import layer_norms, norm_widths
@@ -209,11 +211,30 @@ class _Tensors:
             self.vectors["output.bias"] = (self._bias(names.output, model.vocabulary),)
 
     def take_layer(self, number: int) -> None:
-        prefix, layer = f"layers.{number}", self._names.layer.format(number)
-        for norm in layer_norms(self._model):
-            self._take_norm(f"{prefix}.{norm}", f"{layer}{self._name(norm)}")
+        prefix, blocks = f"layers.{number}", self._names.blocks
+        places = (number, number) if blocks is None else blocks[number]
+        layer, ffn_layer = (self._names.layer.format(place) for place in places)
+        for norm in layer_norms(self._model, number):
+            place = ffn_layer if norm.startswith("ffn") else layer
+            self._take_norm(f"{prefix}.{norm}", f"{place}{self._name(norm)}")
+        if self._model.mixers[number] == "attention":
+            self._take_attention(prefix, layer)
+        elif self._model.mixers[number] in RECURRENT:
+            assert self._names.recurrent is not None
+            tensors = self._names.recurrent(self._model, number)
+            matrices, vectors = take_recurrent_layer(self._inventory, self._model, number, layer, tensors)
+            self.matrices |= {f"{prefix}.{name}": parts for name, parts in matrices.items()}
+            self.vectors |= {f"{prefix}.{name}": parts for name, parts in vectors.items()}
+        if self._model.routed_experts(number) or (self._model.experts == 1 and self._model.ffn_layers[number]):
+            self._take_ffn(prefix, ffn_layer)
+        if self._model.experts_differ:
+            self._take_always_active(number, prefix, ffn_layer)
+
+    def _take_attention(self, prefix: str, layer: str) -> None:
         if self._model.latent_width:
             self._take_latent_projections(prefix, layer)
+        elif self._model.gated_attention:
+            self._take_gated_projections(prefix, layer)
         else:
             self._take_projections(prefix, layer)
         self._take_attention_output(prefix, layer)
@@ -222,10 +243,23 @@ class _Tensors:
         if self._model.attention_sinks:
             sinks = self._inventory.take(f"{layer}{self._name('sinks')}", self._model.query_heads)
             self.vectors[f"{prefix}.sinks"] = (sinks,)
-        if self._model.routed_experts(number) or self._model.experts == 1:
-            self._take_ffn(prefix, layer)
-        if self._model.experts_differ:
-            self._take_always_active(number, prefix, layer)
+
+    def _take_gated_projections(self, prefix: str, layer: str) -> None:
+        """Take the projections of attention with a gate. The source has a head's gate behind its query."""
+        model, orders = self._model, self._orders
+        stored = self._weight(f"{layer}{self._name('query')}", 2 * model.query_width, model.width)
+        of_heads = np.arange(2 * model.query_width, dtype=np.int64).reshape(model.query_heads, 2, model.head_width)
+        queries, gates = of_heads[:, 0].reshape(-1), of_heads[:, 1].reshape(-1)
+        order = orders.get("query")
+        keys, values = (
+            self._weight(f"{layer}{self._name(part)}", model.key_width, model.width) for part in ("key", "value")
+        )
+        self.matrices[f"{prefix}.qkv"] = (
+            stored.selected(queries if order is None else queries[order]),
+            keys.reordered(orders.get("key")),
+            values,
+            stored.selected(gates),
+        )
 
     def _take_projections(self, prefix: str, layer: str) -> None:
         model, orders = self._model, self._orders
@@ -288,6 +322,9 @@ class _Tensors:
         if self._names.joined_gate_up is not None:
             self._take_joined(prefix, layer, self._names.joined_gate_up)
             return
+        if self._names.fused_experts is not None and self._inventory.has(f"{layer}{self._names.fused_experts[0]}"):
+            self._take_fused(prefix, *(f"{layer}{name}" for name in self._names.fused_experts))
+            return
         down = (neurons, width) if self._down_by_neuron else (width, neurons)
         shapes = {"gate": (neurons, width), "up": (neurons, width), "down": down}
         stored: dict[str, Sequence[StoredMatrix]] = {}
@@ -319,18 +356,26 @@ class _Tensors:
         parts = model.expert_counts[number] - first
         if not parts:
             return
-        pattern = self._name("shared" if first else "dense")
-        names = {matrix: f"{layer}{pattern.format(matrix)}.weight" for matrix in model.ffn_matrices}
+        pattern = self._names.shared if first else self._names.dense
+        assert pattern is not None
+        stems = {
+            matrix: pattern.format(matrix) if isinstance(pattern, str) else pattern[matrix]
+            for matrix in model.ffn_matrices
+        }
+        names = {matrix: f"{layer}{stem}.weight" for matrix, stem in stems.items()}
+        is_joined = model.gated and names["gate"] == names["up"]
         shape = self._inventory.shape(names["up"])
-        neurons = shape[0] if len(shape) == 2 else 0
+        neurons = shape[0] // (2 if is_joined else 1) if len(shape) == 2 else 0
         if -(-neurons // model.neurons) != parts:
             raise UserError(
                 f"{self._inventory.file(names['up'])}: {safe_name(names['up'])}: has {neurons} neurons, but the "
                 f"configuration needs {(parts - 1) * model.neurons + 1} to {parts * model.neurons}"
             )
         for matrix, name in names.items():
-            shape = (model.width, neurons) if matrix == "down" else (neurons, model.width)
-            whole = self._inventory.take(name, *shape)
+            rows = 2 * neurons if is_joined else neurons
+            whole = self._inventory.take(name, *((model.width, neurons) if matrix == "down" else (rows, model.width)))
+            if is_joined and matrix != "down":
+                whole = whole.rows_from(neurons if matrix == "up" else 0, neurons)
             for part in range(parts):
                 cut = whole.column_part if matrix == "down" else whole.row_part
                 stored = cut(part * model.neurons, model.neurons)
@@ -342,6 +387,14 @@ class _Tensors:
             for number, tensor in enumerate(experts):
                 self.matrices[ffn_name(self._model, prefix, number, matrix)] = (tensor,)
         self.vectors |= {f"{prefix}.{matrix}.bias": parts for matrix, parts in joined.biases.items()}
+
+    def _take_fused(self, prefix: str, gate_up: str, down: str) -> None:
+        experts, neurons, width = self._model.experts, self._model.neurons, self._model.width
+        for number, rows in enumerate(self._inventory.take_stack(gate_up, experts, 2 * neurons, width)):
+            self.matrices[ffn_name(self._model, prefix, number, "gate")] = (rows.rows_from(0, neurons),)
+            self.matrices[ffn_name(self._model, prefix, number, "up")] = (rows.rows_from(neurons, neurons),)
+        for number, matrix in enumerate(self._inventory.take_stack(down, experts, width, neurons)):
+            self.matrices[ffn_name(self._model, prefix, number, "down")] = (matrix,)
 
     def _take_norm(self, name: str, stored: str) -> None:
         self.vectors[name] = (self._weight(stored, self._model.width).plus(self._norm_offset),)

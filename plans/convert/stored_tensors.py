@@ -109,7 +109,10 @@ class StoredMatrix:
     def row_part(self, first: int, count: int) -> StoredMatrix:
         """Return a matrix of `count` stored rows, from row `first` on. Rows that do not exist are zeros."""
         places = np.arange(first, first + count, dtype=np.int64)
-        return replace(self, rows=count, order=np.where(places < self.rows, places, -1))
+        if self.order is None:
+            return replace(self, rows=count, order=np.where(places < self.rows, places, -1))
+        present = self.order[first : first + count]
+        return replace(self, rows=count, order=np.pad(present, (0, count - len(present)), constant_values=-1))
 
     def turned(self) -> TurnedMatrix:
         """Return the matrix whose rows are the columns of this one."""

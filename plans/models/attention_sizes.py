@@ -30,6 +30,9 @@ class AttentionSizes:
     query_rank: int
     positions: Literal["rotary", "learned"]
     layers: int
+    mixers: tuple[str, ...]
+    gated_attention: bool
+    recurrent_width: int
 
     @property
     def query_width(self) -> int:
@@ -43,8 +46,8 @@ class AttentionSizes:
 
     @property
     def qkv_rows(self) -> int:
-        """Number of rows of the query, key and value matrices together."""
-        return self.query_width + 2 * self.key_width
+        """Number of rows of the query, key and value matrices together, and of the gate of attention's output."""
+        return self.query_width * (2 if self.gated_attention else 1) + 2 * self.key_width
 
     @property
     def attention_weights(self) -> int:
@@ -69,7 +72,8 @@ class AttentionSizes:
     def cached_vectors(self) -> tuple[CachedVectors, ...]:
         """The vectors of a position in the KV cache, for each layer."""
         count = 1 if self.latent_width else 2 * self.key_heads
-        return (CachedVectors(count, self.cached_width),) * self.layers
+        counts = (count if mixer == "attention" else 0 for mixer in self.mixers)
+        return tuple(CachedVectors(count, self.cached_width) for count in counts)
 
     @property
     def position_elements(self) -> int:
@@ -82,11 +86,11 @@ class AttentionSizes:
 
     @property
     def heads_width(self) -> int:
-        """Number of values of a token that attention's stages exchange at most."""
-        if not self.latent_width:
-            return self.query_width
-        heads = self.query_heads * max(self.cached_width, self.value_width)
-        return max(heads, self.cached_width + self.query_rank)
+        """Number of values of a token that the stages of a mixer exchange at most."""
+        if self.latent_width:
+            heads = self.query_heads * max(self.cached_width, self.value_width)
+            return max(heads, self.cached_width + self.query_rank)
+        return max(self.query_width * (2 if self.gated_attention else 1), self.recurrent_width)
 
     def latent_fault(self) -> tuple[str, str] | None:
         """Return the field that contradicts `latent_width`, and how; None if none does."""

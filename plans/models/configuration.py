@@ -5,12 +5,14 @@ The functions raise UserError for values that are not supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from neuronpipe.plans.models.family import SAY_WHICH, Choices, TensorNames, named_activation
 from neuronpipe.plans.models.mixture_configuration import Mixture
+from neuronpipe.plans.models.recurrent_sizes import Mixer
 from neuronpipe.plans.models.spec import (
     MAX,
     MAX_THRESHOLD,
@@ -109,6 +111,25 @@ def sliding_windows(
     return [window if kind == SLIDING else 0 for kind in kinds]
 
 
+def layer_mixers(
+    config: Record, names: Mapping[str, Mixer], *, full_layer_every: int = 0, key: str = "layer_types"
+) -> list[Mixer]:
+    """Return the mixer of each layer as `key` lists them.
+
+    names: the mixers by their names there
+    full_layer_every: without the list each layer of this number has attention, and the others the first of `names`; 0:
+        the list must be there
+    """
+    layers = config.integer("num_hidden_layers", 1, MAX.layers)
+    if not config.has(key) and full_layer_every:
+        usual = next(iter(names.values()))
+        return [usual if (layer + 1) % full_layer_every else "attention" for layer in range(layers)]
+    listed = config.items(key)
+    if len(listed) != layers or not all(isinstance(name, str) and name in names for name in listed):
+        config.fail(key, f"{quoted(listed)} is not one of {', '.join(names)} for each of {layers} layers")
+    return [names[name] for name in listed]
+
+
 def windows_of_qwen(config: Record) -> list[int]:
     """Return each layer's attention window in tokens; 0: none. `sliding_window` applies only if `use_sliding_window` is
     true, and then to layers from `max_window_layers` on or those in `layer_types`."""
@@ -174,10 +195,15 @@ def gated_model(
     dense_experts: list[int] | None = None,
     local_positions: list[bool] | None = None,
     norms: NormPlaces = "before",
+    mixers: Sequence[Mixer] | None = None,
+    epsilon: str = "rms_norm_eps",
+    further: Mapping[str, Any] = MappingProxyType({}),
 ) -> ModelSpec:
     """Return a model with RMS norms, rotary positions and a gated feed-forward. Sizes come from `config`.
 
-    windows, rotary, dense_experts, local_positions: as in `runs_of`
+    windows, rotary, dense_experts, local_positions, mixers: as in `runs_of`
+    epsilon: the key of `norm_epsilon`
+    further: other fields of ModelSpec
     neurons: the key of the number of neurons
     mixture: None for a dense model
     """
@@ -186,8 +212,9 @@ def gated_model(
         **sizes(config, choices, neurons),
         **({} if mixture is None else mixture._asdict()),
         family=family,
-        layer_kinds=runs_of(windows, rotary, dense_experts, local_positions),
-        norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
+        **further,
+        layer_kinds=runs_of(windows, rotary, dense_experts, local_positions, mixers),
+        norm_epsilon=config.number(epsilon, 0.0, 1.0),
         norms=norms,
         head_norm=head_norm,
         joint_norm=joint_norm,

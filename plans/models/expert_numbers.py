@@ -25,7 +25,8 @@ class ExpertNumbers:
     def expert_counts(self) -> tuple[int, ...]:
         """The number of experts of each layer, shared ones included."""
         routed = self.experts + self.shared_experts
-        return tuple(kind.dense_experts or routed for kind in self.layer_kinds for _ in range(kind.layers))
+        counts = ((kind.dense_experts or routed if kind.feed_forward else 0, kind.layers) for kind in self.layer_kinds)
+        return tuple(count for count, layers in counts for _ in range(layers))
 
     @cached_property
     def first_ffns(self) -> tuple[int, ...]:
@@ -76,7 +77,7 @@ class ExpertNumbers:
 
     def routed_experts(self, layer: int) -> int:
         """Return how many of a layer's experts its router chooses from: all but the last ones."""
-        return 0 if self.experts == 1 or self.dense_layers[layer] else self.experts
+        return 0 if self.experts == 1 or self.dense_layers[layer] or not self.expert_counts[layer] else self.experts
 
     def active_experts(self, layer: int) -> int:
         """Return how many experts of a layer compute a token."""
@@ -90,8 +91,8 @@ class ExpertNumbers:
 
     @property
     def experts_differ(self) -> bool:
-        """True if some experts compute every token although others are chosen by a router."""
-        return self.shared_experts > 0 or any(self.dense_layers)
+        """True if layers have different numbers of experts, or experts that no router chooses beside others."""
+        return self.shared_experts > 0 or any(self.dense_layers) or 0 in self.expert_counts
 
     @cached_property
     def most_experts(self) -> int:

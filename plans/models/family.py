@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
+from neuronpipe.plans.models.recurrent_tensors import RecurrentTensors
 from neuronpipe.plans.models.spec import (
     SELECTABLE_ACTIVATIONS,
     Activation,
@@ -51,10 +52,16 @@ class TensorNames:
     attention_output_norm, ffn_output_norm: norms of what they add to the residual stream
     sinks: scores of attention sinks; the whole name
     choosing_bias: biases of experts that only choose; the whole name
-    shared: a matrix of the shared experts of a layer, which lie in one tensor; {} is gate, up or down
-    dense: a matrix of the feed-forward of a mixture's layer without router; {} is gate, up or down
+    shared: a matrix of the shared experts of a layer, which lie in one tensor; {} is gate, up or down; or the names by
+        these. If gate and up have one name, that tensor has the rows of both
+    dense: a matrix of the feed-forward of a mixture's layer without router, likewise
+    blocks: for each layer the numbers that take the place of {} in `layer`: of its mixer, and of its feed-forward; None:
+        both are the layer's number
     shared_gate: the weights of the gate of the shared experts
     predictor: the two matrices of the predictor, {} is 1 or 2; the prefix is `layer`, in a mixture also `expert`
+    recurrent: (model, layer) -> the tensors of a recurrent layer
+    fused_experts: two tensors that a source may have instead of each expert's: of all experts, one after the other, the
+        rows of gate and those of up; and Down. Their whole names
     """
 
     embedding: str
@@ -89,12 +96,15 @@ class TensorNames:
     first_position: int = 0
     router: str | None = None
     choosing_bias: str | None = None
-    shared: str | None = None
+    shared: str | Mapping[str, str] | None = None
     shared_gate: str | None = None
-    dense: str | None = None
+    dense: str | Mapping[str, str] | None = None
+    blocks: tuple[tuple[int, int], ...] | None = None
     expert: str = ""
     stacked: bool = False
     predictor: str | None = None
+    recurrent: Callable[[ModelSpec, int], RecurrentTensors] | None = None
+    fused_experts: tuple[str, str] | None = None
 
 
 @frozen(kw_only=True)

@@ -71,6 +71,12 @@ def _model(config: Record, has: Callable[[str], bool], choices: Choices, mixture
         mixture=mixture,
     )
 
+    return with_factors(config, model)
+
+
+def with_factors(config: Record, model: ModelSpec) -> ModelSpec:
+    """Return the model with the factors of Granite's classes."""
+
     def factor(field: str) -> float:
         return config.number(field, MIN_SCALE, MAX_SCALE)
 

@@ -21,12 +21,14 @@ times that width is that many experts which compute every token: a layer without
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 from neuronpipe.plans.models.attention_sizes import AttentionSizes
 from neuronpipe.plans.models.expert_numbers import ExpertNumbers
+from neuronpipe.plans.models.recurrent_sizes import Mixer, RecurrentSizes
 from neuronpipe.protocol.frozen import frozen
 
 Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu", "gelu"]
@@ -43,6 +45,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "positions": get_args(Positions),
     "router": get_args(Router),
     "router_reads": get_args(RouterInput),
+    "mixer": get_args(Mixer),
 }
 """The values of the fields of ModelSpec that have a choice of some."""
 
@@ -66,6 +69,7 @@ class Limits(NamedTuple):
 
 MAX = Limits()
 MAX_THRESHOLD = 1e6
+MAX_CONVOLUTION = 8  # tokens
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 SCALES = (
     "embedding_scale",
@@ -83,7 +87,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "router_groups": (1, MAX.experts),
     "groups_per_token": (1, MAX.experts),
     **dict.fromkeys(("query_rank", "latent_width"), (0, MAX.width)),
-    **dict.fromkeys(("rotary_width", "value_width"), (0, MAX.head_width)),
+    **dict.fromkeys(("rotary_width", "value_width", "state_key_width", "state_value_width"), (0, MAX.head_width)),
+    **dict.fromkeys(("state_heads", "state_key_heads", "state_norm_groups"), (0, MAX.query_heads)),
+    "convolution_tokens": (0, MAX_CONVOLUTION),
+    "min_time_step": (0.0, 1.0),
     "norm_epsilon": (0.0, 1.0),
     "router_jitter": (0.0, 0.5),
     "activation_limit": (0.0, MAX_THRESHOLD),
@@ -113,6 +120,8 @@ class LayerKind:
     dense_experts: in a mixture, the experts of a layer that has no router, all of which compute each token; 0: the
         layer has a router
     local_positions: True if heads are rotated by the local table of the model, not by that of the other layers
+    mixer: what mixes tokens: attention, or a recurrent state; none: the layer has a feed-forward only
+    feed_forward: False if the layer has a mixer only
     """
 
     layers: int
@@ -120,10 +129,12 @@ class LayerKind:
     rotary: bool = True
     dense_experts: int = 0
     local_positions: bool = False
+    mixer: Mixer = "attention"
+    feed_forward: bool = True
 
 
 @frozen(kw_only=True)
-class ModelSpec(AttentionSizes, ExpertNumbers):
+class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
     """An architecture with its sizes. Raises SpecError if fields contradict each other or are out of range.
 
     family: name of the family in plans/models/, only for messages and tables
@@ -152,6 +163,15 @@ class ModelSpec(AttentionSizes, ExpertNumbers):
     rotary_width: with latents, the elements at a head's end that are rotated; of keys they are the same in all heads
     value_width: with latents, the width of a value of one head
     query_rank: with latents, the width of the vector from which queries are computed; 0: the layer's normed input
+    gated_attention: attention's output is multiplied by the sigmoids of a product with its input
+    state_heads: heads of recurrent layers with memories; 0: there are none
+    state_key_heads: heads of their keys and queries; divides state_heads
+    state_key_width: width of such a key
+    state_value_width: width of a value of one head
+    state_norm_groups: Mamba-2: groups of consecutive elements of the output, which are normed by themselves; else 0
+    convolution_tokens: tokens that the convolution of recurrent layers mixes; 0: there are none
+    convolution_bias: these convolutions have biases
+    min_time_step: Mamba-2: the least time of a token
     vocabulary: rows of the embedding
     context_tokens: maximal number of positions of a sequence
     norm: rms: x / rms(x) * weight; layer: (x - mean(x)) / deviation(x) * weight + bias
@@ -208,6 +228,15 @@ class ModelSpec(AttentionSizes, ExpertNumbers):
     rotary_width: int = 0
     value_width: int = 0
     query_rank: int = 0
+    gated_attention: bool = False
+    state_heads: int = 0
+    state_key_heads: int = 0
+    state_key_width: int = 0
+    state_value_width: int = 0
+    state_norm_groups: int = 0
+    convolution_tokens: int = 0
+    convolution_bias: bool = False
+    min_time_step: float = 0.0
     vocabulary: int
     context_tokens: int
     norm: NormKind = "rms"
@@ -252,15 +281,16 @@ class ModelSpec(AttentionSizes, ExpertNumbers):
         self._require("head_width", pairs, f"{self.head_width} is odd; rotary positions need pairs")
         multiple = self.query_heads % self.key_heads == 0
         self._require("query_heads", multiple, f"{self.query_heads} is no multiple of key_heads, {self.key_heads}")
-        if (fault := self.latent_fault()) is not None:
-            raise SpecError(*fault)
+        for fault in (self.latent_fault(), self.recurrent_fault()):
+            if fault is not None:
+                raise SpecError(*fault)
+        self._require_layers()
         plain = self.gated or self.activation in ("relu", "relu2")
         self._require("activation", plain, f"{self.activation} needs a feed-forward with a gate")
         plain = self.activation == "relu" or self.activation_threshold == 0
         self._require("activation_threshold", plain, f"is not 0, but {self.activation} has none")
         chosen = self.experts_per_token
         self._require("experts_per_token", 1 <= chosen <= self.experts, f"{chosen} of {self.experts} experts")
-        self._require("experts", self.gated or self.experts == 1, "a mixture's experts have a gate")
         plain = not (self.gated and self.ffn_bias) or self.all_neurons_fire
         self._require("ffn_bias", plain, f"not supported with a gate and {self.activation}")
         self._require_routing()
@@ -272,6 +302,21 @@ class ModelSpec(AttentionSizes, ExpertNumbers):
         limited = self.activation == "clamped_swiglu"
         within = self.activation_limit > 0 if limited else self.activation_limit == 0
         self._require("activation_limit", within, f"{self.activation_limit} does not go with {self.activation}")
+
+    def _require_layers(self) -> None:
+        kinds = self.layer_kinds
+        whole = all(kind.feed_forward or kind.mixer != "none" for kind in kinds)
+        self._require("layer_kinds", whole, "a layer has neither mixer nor feed-forward")
+        self._require("layer_kinds", any(kind.feed_forward for kind in kinds), "no layer has a feed-forward")
+        attends = all(kind.mixer == "attention" or (kind.window_tokens == 0 and kind.rotary) for kind in kinds)
+        self._require("layer_kinds", attends, "a layer without attention has no window and no positions")
+        routed = all(kind.feed_forward or kind.dense_experts == 0 for kind in kinds)
+        self._require("layer_kinds", routed, "dense experts in a layer without feed-forward")
+        plain = all(kind.mixer == "attention" and kind.feed_forward for kind in kinds)
+        for field in ("parallel", "latent_width"):
+            self._require(field, plain or not getattr(self, field), "needs attention and a feed-forward in every layer")
+        self._require("norms", plain or self.norms == "before", f"{self.norms} needs attention in every layer")
+        self._require("gated_attention", not (self.gated_attention and self.latent_width), "not supported with latents")
 
     def _require_routing(self) -> None:
         for field in ("router_bias", "choosing_bias", "shared_gate"):
@@ -297,7 +342,8 @@ class ModelSpec(AttentionSizes, ExpertNumbers):
         self._require("shared_gate", shared > 0 or not self.shared_gate, "there are no shared experts")
         within = all(0 <= count <= MAX.experts for count in dense) and (not any(dense) or self.experts > 1)
         self._require("layer_kinds", within, f"{max(dense)} dense experts")
-        self._require("layer_kinds", self.experts == 1 or 0 in dense, "a mixture has layers with a router")
+        has_router = any(kind.feed_forward and not kind.dense_experts for kind in self.layer_kinds)
+        self._require("layer_kinds", self.experts == 1 or has_router, "a mixture has layers with a router")
         plain = not (self.ffn_bias and self.experts_differ)
         self._require("ffn_bias", plain, "not supported with shared experts or dense layers")
         once = not (self.head_norm and self.joint_norm)
@@ -321,9 +367,17 @@ class ModelSpec(AttentionSizes, ExpertNumbers):
     @property
     def rotary_layers(self) -> tuple[bool, ...]:
         """For each layer, True if its heads are rotated."""
+        rotary = self.positions == "rotary"
         return tuple(
-            kind.rotary and self.positions == "rotary" for kind in self.layer_kinds for _ in range(kind.layers)
+            rotary and kind.rotary and kind.mixer == "attention"
+            for kind in self.layer_kinds
+            for _ in range(kind.layers)
         )
+
+    @cached_property
+    def ffn_layers(self) -> tuple[bool, ...]:
+        """For each layer, True if it has a feed-forward."""
+        return tuple(kind.feed_forward for kind in self.layer_kinds for _ in range(kind.layers))
 
     @cached_property
     def local_layers(self) -> tuple[bool, ...]:
@@ -367,7 +421,8 @@ _LATER = (
     "experts_per_token", "shared_experts", "shared_gate", "router", "router_reads", "router_bias", "choosing_bias",
     "normalized_shares", "router_groups", "groups_per_token", "groups_by_best", "norm_after_rotation", "joint_norm",
     "parallel", "attention_sinks", "logit_bias", "router_jitter", "latent_width", "rotary_width", "value_width",
-    "query_rank", "activation_limit", "activation_threshold", "norms", "score_cap", "logit_cap", *SCALES,
+    "query_rank", "gated_attention", "state_heads", "state_key_heads", "state_key_width", "state_value_width",
+    "state_norm_groups", "convolution_tokens", "convolution_bias", "min_time_step", "activation_limit", "activation_threshold", "norms", "score_cap", "logit_cap", *SCALES,
 )  # fmt: skip
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 
@@ -377,6 +432,8 @@ def runs_of(
     rotary: list[bool] | None = None,
     dense_experts: list[int] | None = None,
     local_positions: list[bool] | None = None,
+    mixers: Sequence[Mixer] | None = None,
+    feed_forward: list[bool] | None = None,
 ) -> tuple[LayerKind, ...]:
     """Return `layer_kinds` of ModelSpec: consecutive layers with equal properties form one run.
 
@@ -384,10 +441,19 @@ def runs_of(
     rotary: for each layer, True if its heads are rotated; None: all are
     dense_experts: the field of LayerKind, of each layer; None: all layers of a mixture have a router
     local_positions: the field of LayerKind, of each layer; None: False
+    mixers: the field `mixer` of LayerKind, of each layer; None: attention
+    feed_forward: the field of LayerKind, of each layer; None: True
     """
     layers, kinds = len(windows_tokens), list[LayerKind]()
-    local = local_positions or [False] * layers
-    of_layers = zip(windows_tokens, rotary or [True] * layers, dense_experts or [0] * layers, local, strict=True)
+    of_layers = zip(
+        windows_tokens,
+        rotary or [True] * layers,
+        dense_experts or [0] * layers,
+        local_positions or [False] * layers,
+        mixers or ["attention"] * layers,
+        feed_forward or [True] * layers,
+        strict=True,
+    )
     for kind in (LayerKind(1, *of_layer) for of_layer in of_layers):
         if kinds and replace(kinds[-1], layers=1) == kind:
             kinds[-1] = replace(kind, layers=kinds[-1].layers + 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -302,7 +302,8 @@ def identity(values: Mapping[str, Any]) -> str:
 
 def _layer_kind(kind: LayerKind) -> dict[str, Any]:
     """Return a layer kind as JSON, without later fields that have their defaults: older packages keep their ids."""
-    later = {"rotary": True, "dense_experts": 0, "local_positions": False}
+    first = ("layers", "window_tokens")
+    later = {field.name: field.default for field in fields(LayerKind) if field.name not in first}
     return {name: value for name, value in asdict(kind).items() if name not in later or value != later[name]}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from neuronpipe.plans.models.recurrent_sizes import RECURRENT, WITH_MEMORY
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import Manifest, Predictor
@@ -17,11 +18,21 @@ def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
     if not model.tied_embeddings:
         yield "output", model.vocabulary, model.width
     for layer in range(model.layers):
-        if model.latent_width:
+        if model.mixers[layer] in RECURRENT:
+            yield from _recurrent_matrices(model, layer)
+        elif model.latent_width:
             yield from _latent_matrices(model, f"layers.{layer}")
-        else:
+        elif model.mixers[layer] == "attention":
             yield f"layers.{layer}.qkv", model.qkv_rows, model.width
-        yield f"layers.{layer}.attention_output", model.width, model.query_width
+        if model.mixers[layer] == "attention":
+            yield f"layers.{layer}.attention_output", model.width, model.query_width
+
+
+def _recurrent_matrices(model: ModelSpec, layer: int) -> Iterator[tuple[str, int, int]]:
+    yield f"layers.{layer}.recurrent_input", model.recurrent_rows(layer), model.width
+    if model.rates(layer):
+        yield f"layers.{layer}.recurrent_rates", model.rates(layer), model.width
+    yield f"layers.{layer}.recurrent_output", model.width, model.gate_width(layer)
 
 
 def _latent_matrices(model: ModelSpec, layer: str) -> Iterator[tuple[str, int, int]]:
@@ -35,8 +46,13 @@ def _latent_matrices(model: ModelSpec, layer: str) -> Iterator[tuple[str, int, i
     yield f"{layer}.value_up", model.query_heads * model.value_width, model.latent_width
 
 
-def attention_matrices(model: ModelSpec) -> tuple[str, ...]:
-    """Return the names of the matrices of attention in a layer, without their prefix."""
+def mixer_matrices(model: ModelSpec, layer: int) -> tuple[str, ...]:
+    """Return the names of the matrices of a layer's mixer, without their prefix."""
+    if model.mixers[layer] in RECURRENT:
+        rates = ("recurrent_rates",) if model.rates(layer) else ()
+        return "recurrent_input", *rates, "recurrent_output"
+    if model.mixers[layer] == "none":
+        return ()
     if not model.latent_width:
         return "qkv", "attention_output"
     of_queries = ("query_down",) if model.query_rank else ()
@@ -46,6 +62,8 @@ def attention_matrices(model: ModelSpec) -> tuple[str, ...]:
 def row_lengths(model: ModelSpec) -> dict[str, int]:
     """Return the lengths of rows of weights by the fields of ModelSpec that they follow from."""
     lengths = {"width": model.width}
+    if any(mixer in WITH_MEMORY for mixer in model.mixers):
+        lengths |= {"state_heads * state_value_width": model.state_values_width}
     if model.latent_width:
         lengths |= {"latent_width": model.latent_width, "query_heads * value_width": model.query_width}
         return lengths | ({"query_rank": model.query_rank} if model.query_rank else {})
@@ -66,16 +84,15 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
     if model.logit_bias:
         yield "output.bias", model.vocabulary
     for layer in range(model.layers):
-        for name in layer_norms(model):
+        for name in layer_norms(model, layer):
             yield from _norm(f"layers.{layer}.{name}", model)
+        if model.mixers[layer] == "attention":
+            yield from _attention_vectors(model, f"layers.{layer}")
+        for name, length in recurrent_vectors(model, layer).items():
+            yield f"layers.{layer}.{name}", length
+        if not model.ffn_layers[layer]:
+            continue
         for name, length, is_present in (
-            ("qkv.bias", model.qkv_rows, model.qkv_bias),
-            ("query_norm", norm_widths(model)[0], model.head_norm or model.joint_norm),
-            ("key_norm", norm_widths(model)[1], model.head_norm or model.joint_norm),
-            ("latent_norm", model.latent_width, model.latent_width > 0),
-            ("query_down_norm", model.query_rank, model.query_rank > 0),
-            ("attention_output.bias", model.width, model.output_bias),
-            ("sinks", model.query_heads, model.attention_sinks),
             ("gate.bias", model.experts * model.neurons, model.ffn_bias and model.gated),
             ("up.bias", model.experts * model.neurons, model.ffn_bias),
             ("down.bias", model.experts * model.width, model.ffn_bias),
@@ -89,15 +106,53 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
             yield f"layers.{layer}.router", model.experts * model.width
 
 
+def _attention_vectors(model: ModelSpec, layer: str) -> Iterator[tuple[str, int]]:
+    for name, length, is_present in (
+        ("qkv.bias", model.qkv_rows, model.qkv_bias),
+        ("query_norm", norm_widths(model)[0], model.head_norm or model.joint_norm),
+        ("key_norm", norm_widths(model)[1], model.head_norm or model.joint_norm),
+        ("latent_norm", model.latent_width, model.latent_width > 0),
+        ("query_down_norm", model.query_rank, model.query_rank > 0),
+        ("attention_output.bias", model.width, model.output_bias),
+        ("sinks", model.query_heads, model.attention_sinks),
+    ):
+        if is_present:
+            yield f"{layer}.{name}", length
+
+
+def recurrent_vectors(model: ModelSpec, layer: int) -> dict[str, int]:
+    """Return the lengths of a recurrent layer's vectors by their names, without their prefix.
+
+    `convolution` has for each token that it mixes, the latest one last, the weights of all channels. `decay` is the
+    logarithm of a memory's decay in a unit of time. `recurrent_norm` has the weights of one head with DeltaNet.
+    """
+    mixer = model.mixers[layer]
+    if mixer not in RECURRENT:
+        return {}
+    lengths = {"convolution": model.convolution_tokens * model.channels(layer)}
+    if model.convolution_bias:
+        lengths["convolution.bias"] = model.channels(layer)
+    if mixer in WITH_MEMORY:
+        lengths |= {"decay": model.state_heads, "time_bias": model.state_heads}
+        lengths["recurrent_norm"] = model.state_value_width if mixer == "deltanet" else model.state_values_width
+    if mixer == "mamba2":
+        lengths["skip"] = model.state_heads
+    return lengths
+
+
 def norm_widths(model: ModelSpec) -> tuple[int, int]:
     """Return the lengths of the weights of the norms of queries and keys: of one head, or of all heads together."""
     return (model.query_width, model.key_width) if model.joint_norm else (model.head_width, model.head_width)
 
 
-def layer_norms(model: ModelSpec) -> tuple[str, ...]:
+def layer_norms(model: ModelSpec, layer: int) -> tuple[str, ...]:
     """Return the names of a layer's norms of the residual stream, or of what is added to it."""
-    before = ("attention_norm", "ffn_norm") if model.norms_before else ()
-    return (*before, "attention_output_norm", "ffn_output_norm") if model.norms_after else before
+    parts = [
+        *(["attention"] if model.mixers[layer] != "none" else []),
+        *(["ffn"] if model.ffn_layers[layer] else []),
+    ]
+    before = tuple(f"{part}_norm" for part in parts) if model.norms_before else ()
+    return (*before, *(f"{part}_output_norm" for part in parts)) if model.norms_after else before
 
 
 def _norm(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:

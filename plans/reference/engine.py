@@ -11,6 +11,7 @@ from neuronpipe.plans.convert.checkpoint import ffn_name
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import PredictorInput
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.reference.recurrent import RecurrentLayer, sigmoid
 from neuronpipe.plans.reference.weights import Array, PackageWeights, Weights
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -235,9 +236,13 @@ class ReferenceEngine:
         scale = np.float32(model.residual_scale)
         fired = np.zeros((model.ffns, model.neurons), dtype=np.int64)
         for layer in range(model.layers):
-            attention_input, layer_input = self._input(f"layers.{layer}.attention_norm", x), x
-            attention = self._attention(layer, attention_input, [len(tokens) for tokens in sequences])
-            x = x + scale * self._output(f"layers.{layer}.attention_output_norm", attention)
+            attention_input, layer_input = x, x
+            if model.mixers[layer] != "none":
+                attention_input = self._input(f"layers.{layer}.attention_norm", x)
+                attention = self._mix(layer, attention_input, [len(tokens) for tokens in sequences])
+                x = x + scale * self._output(f"layers.{layer}.attention_output_norm", attention)
+            if not model.ffn_layers[layer]:
+                continue
             residual = layer_input if model.parallel else x
             normed = self._input(f"layers.{layer}.ffn_norm", residual)
             shares = self._route(layer, normed if model.router_reads == "feed_forward" else layer_input)
@@ -285,6 +290,21 @@ class ReferenceEngine:
             if not 0 <= token < model.vocabulary:
                 raise UserError(f"token {token}: this package has ids 0 to {model.vocabulary - 1}")
 
+    def _mix(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:
+        """Return what the layer's mixer adds to the residual stream, [tokens of all sequences, width]."""
+        if self._model.mixers[layer] == "attention":
+            return self._attention(layer, normed, lengths)
+        recurrent = RecurrentLayer(
+            self._model,
+            layer,
+            lambda name, x: self._product(layer, name, x),
+            lambda name: self._weights.vector(f"layers.{layer}.{name}"),
+        )
+        ends = np.cumsum(lengths)
+        mixed = [recurrent.mix(part) for part in np.split(normed, ends[:-1])]
+        self._attended(layer, int(ends[-1]))
+        return np.concatenate(mixed)
+
     def _attention(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:
         model, weights, name = self._model, self._weights, f"layers.{layer}"
         if model.latent_width:
@@ -293,6 +313,10 @@ class ReferenceEngine:
         if model.qkv_bias:
             qkv = qkv + weights.vector(f"{name}.qkv.bias")
         sinks = weights.vector(f"{name}.sinks") if model.attention_sinks else None
+        gates = np.float32(1)
+        if model.gated_attention:
+            qkv, gate_products = np.split(qkv, [-model.query_width], axis=1)
+            gates = sigmoid(gate_products)
         mixed = []
         ends = np.cumsum(lengths)
         heads = np.split(qkv.reshape(len(normed), -1, model.head_width), ends[:-1])
@@ -303,7 +327,8 @@ class ReferenceEngine:
             keys = self._placed(layer, "key_norm", keys)
             mixed.append(attend(queries, keys, values, model.windows_tokens[layer], sinks, model.score_cap))
             self._attended(layer, int(end))
-        attention = self._product(layer, "attention_output", np.concatenate(mixed).reshape(len(normed), -1))
+        heads_together = np.concatenate(mixed).reshape(len(normed), -1) * gates
+        attention = self._product(layer, "attention_output", heads_together)
         return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention
 
     def _latent_attention(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:

@@ -9,7 +9,7 @@ from typing import Any
 from neuronpipe.native import ROW_TYPES, ffi, lib
 from neuronpipe.plans.models.spec import CHOICES, ModelSpec
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.package.tensors import attention_matrices, layer_norms, predictor_name
+from neuronpipe.plans.package.tensors import layer_norms, mixer_matrices, predictor_name
 from neuronpipe.services.steps.step_counters import PARTS
 
 READS = {
@@ -135,8 +135,8 @@ class NativeTensors:
             {
                 **layer_facts(model, n),
                 "silent_below": silent.by_layer[n].threshold if thresholded and silent is not None else 0.0,
-                **{name: self._matrix(f"layers.{n}.{name}") for name in attention_matrices(model)},
-                **{norm: self._norm(f"layers.{n}.{norm}") for norm in layer_norms(model)},
+                **{name: self._matrix(f"layers.{n}.{name}") for name in mixer_matrices(model, n)},
+                **{norm: self._norm(f"layers.{n}.{norm}") for norm in layer_norms(model, n)},
                 **{field: self._vector(f"layers.{n}.{name}") for field, name in _VECTORS.items()},
                 **(self._predictors(n) if predicts else {}),
             }

@@ -81,6 +81,13 @@ MODEL_TYPES = {
     "Gemma3ForConditionalGeneration": "gemma3",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
+    "NemotronHForCausalLM": "nemotron_h",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -451,6 +458,96 @@ RECIPES = {
                 },
             },
         ),
+        Recipe(
+            "qwen3 next", "Qwen3NextForCausalLM", "silu", 96, 64, 4, 4, 2, 32, dtype="BF16", experts=9, shared=64,
+            dense=(1,),
+            config={
+                "num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+                "shared_expert_intermediate_size": 64, "intermediate_size": 150, "mlp_only_layers": [1],
+                "norm_topk_prob": False, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
+                "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 4,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1_000.0, "partial_rotary_factor": 0.25},
+            },
+        ),
+        Recipe(
+            "qwen3.5", "Qwen3_5ForCausalLM", "silu", 128, 200, 4, 4, 1, 32, tied=True,
+            config={
+                "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3, "full_attention_interval": 2,
+                "layer_types": ["linear_attention", "full_attention"] * 2,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1_000.0, "partial_rotary_factor": 0.5},
+            },
+        ),
+        Recipe(
+            "qwen3.5 moe", "Qwen3_5MoeForCausalLM", "silu", 96, 40, 4, 4, 2, 32, shards=2, experts=8,
+            shared=40,
+            config={
+                "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+                "shared_expert_intermediate_size": 40, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+                "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 4,
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 1_000.0, "partial_rotary_factor": 0.25,
+                    "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+                },
+            },
+        ),
+        Recipe(
+            "lfm2", "Lfm2ForCausalLM", "silu", 128, 300, 4, 4, 2, 32, tied=True, dtype="BF16",
+            config={
+                "layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 40,
+                "block_ffn_dim_multiplier": 1.1, "norm_eps": 1e-5,
+            },
+        ),
+        Recipe(
+            "lfm2 moe", "Lfm2MoeForCausalLM", "silu", 96, 48, 5, 3, 1, 32, tied=True, experts=9, dense=(0, 1),
+            config={
+                "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"], "num_experts": 9,
+                "num_experts_per_tok": 3, "moe_intermediate_size": 48, "intermediate_size": 120, "num_dense_layers": 2,
+                "routed_scaling_factor": 1.5, "conv_L_cache": 4, "norm_eps": 1e-5,
+            },
+        ),
+        Recipe(
+            "nemotron-h", "NemotronHForCausalLM", "relu2", 96, 200, 5, 4, 2, 24,
+            config={
+                "hybrid_override_pattern": "M-*-MM-", "mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 24,
+                "n_groups": 2, "conv_kernel": 4, "layer_norm_epsilon": 1e-5, "num_hidden_layers": 7,
+                "time_step_min": 0.05,
+            },
+        ),
+        Recipe(
+            "nemotron-h moe", "NemotronHForCausalLM", "relu2", 128, 40, 6, 4, 1, 32, dtype="BF16", experts=9, shared=70,
+            config={
+                "layers_block_type": [
+                    "linear_attention", "moe", "linear_attention", "full_attention", "moe", "mlp", "linear_attention",
+                    "moe",
+                ],
+                "num_hidden_layers": 8, "n_routed_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+                "moe_shared_expert_intermediate_size": 70, "intermediate_size": 90, "routed_scaling_factor": 2.5,
+                "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 4, "conv_kernel": 3,
+                "layer_norm_epsilon": 1e-5,
+            },
+        ),
+        Recipe(
+            "granite hybrid", "GraniteMoeHybridForCausalLM", "silu", 96, 48, 4, 4, 2, 24, experts=8, shared=100,
+            config={
+                "num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 100,
+                "layer_types": ["mamba", "mamba", "attention", "mamba"], "embedding_multiplier": 1.5,
+                "logits_scaling": 0.5, "residual_multiplier": 0.8, "attention_multiplier": 0.3, "mamba_n_heads": 12,
+                "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2,
+                "position_embedding_type": "nope", "time_step_limit": [0.0, {"__float__": "Infinity"}],
+            },
+        ),
+        Recipe(
+            "granite hybrid dense", "GraniteMoeHybridForCausalLM", "silu", 128, 300, 3, 4, 2, 32, tied=True,
+            dtype="BF16",
+            config={
+                "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 300,
+                "layer_types": ["mamba", "attention", "mamba"], "embedding_multiplier": 1.5, "logits_scaling": 0.5,
+                "residual_multiplier": 0.8, "attention_multiplier": 0.3, "mamba_n_heads": 4, "mamba_d_head": "auto",
+                "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_conv": 4, "mamba_expand": 1,
+                "position_embedding_type": "rope",
+            },
+        ),
     )
 }  # fmt: skip
 
@@ -493,6 +590,18 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         return
     if recipe.architecture == "Phi3ForCausalLM":
         yield from _phi3_tensors(recipe)
+        return
+    if recipe.architecture in RECURRENT_CLASSES:
+        yield from _recurrent_tensors(recipe)
+        return
+    if recipe.architecture in ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"):
+        yield from _lfm2_tensors(recipe)
+        return
+    if recipe.architecture == "NemotronHForCausalLM":
+        yield from _nemotron_h_tensors(recipe)
+        return
+    if recipe.architecture == "GraniteMoeHybridForCausalLM":
+        yield from _granite_hybrid_tensors(recipe)
         return
     if recipe.architecture in PARTS:
         yield from _mixture_tensors(recipe)
@@ -694,6 +803,204 @@ def _mixture_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
     if recipe.config.get("lm_head_bias"):
         yield made("lm_head.bias", (recipe.vocabulary,), 2.0)
+
+
+RECURRENT_CLASSES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+
+
+def _recurrent_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """Memories decay so slowly that tokens far away count. Stored norms lack 1, those of DeltaNet's outputs do not."""
+    generator = np.random.PCG64(recipe.seed)
+    width, settings = recipe.width, recipe.config
+
+    def made(name: str, shape: tuple[int, ...], deviation: float, centre: float = 0.0) -> tuple[str, Array]:
+        return name, rounded(random_tensor(generator, shape, deviation) + np.float32(centre), recipe.dtype)
+
+    def linear(name: str, rows: int, columns: int, gain: float) -> tuple[str, Array]:
+        return made(f"{name}.weight", (rows, columns), gain * columns**-0.5)
+
+    def gated(name: str, neurons: int) -> Iterator[tuple[str, Array]]:
+        yield linear(f"{name}gate_proj", neurons, width, 1.0)
+        yield linear(f"{name}up_proj", neurons, width, 1.0)
+        yield linear(f"{name}down_proj", width, neurons, 0.5)
+
+    def mixture(name: str) -> Iterator[tuple[str, Array]]:
+        experts, neurons = recipe.experts, recipe.neurons
+        yield linear(f"{name}.mlp.gate", experts, width, 1.5)
+        if recipe.architecture == "Qwen3_5MoeForCausalLM":  # as published
+            yield made(f"{name}.mlp.experts.gate_up_proj", (experts, 2 * neurons, width), width**-0.5)
+            yield made(f"{name}.mlp.experts.down_proj", (experts, width, neurons), 0.5 * neurons**-0.5)
+        else:
+            for number in range(experts):
+                yield from gated(f"{name}.mlp.experts.{number}.", neurons)
+        yield from gated(f"{name}.mlp.shared_expert.", recipe.shared)
+        yield linear(f"{name}.mlp.shared_expert_gate", 1, width, 1.5)
+
+    def delta(name: str) -> Iterator[tuple[str, Array]]:
+        heads, key_heads = settings["linear_num_value_heads"], settings["linear_num_key_heads"]
+        keys, values = key_heads * settings["linear_key_head_dim"], heads * settings["linear_value_head_dim"]
+        if recipe.architecture == "Qwen3NextForCausalLM":
+            yield linear(f"{name}.in_proj_qkvz", 2 * keys + 2 * values, width, 1.3)
+            yield linear(f"{name}.in_proj_ba", 2 * heads, width, 1.0)
+        else:
+            yield linear(f"{name}.in_proj_qkv", 2 * keys + values, width, 1.3)
+            yield linear(f"{name}.in_proj_z", values, width, 1.3)
+            yield linear(f"{name}.in_proj_b", heads, width, 1.0)
+            yield linear(f"{name}.in_proj_a", heads, width, 1.0)
+        yield made(f"{name}.conv1d.weight", (2 * keys + values, 1, settings["linear_conv_kernel_dim"]), 0.5)
+        yield made(f"{name}.A_log", (heads,), 1.0, -2.0)
+        yield made(f"{name}.dt_bias", (heads,), 0.5, -1.0)
+        yield made(f"{name}.norm.weight", (settings["linear_value_head_dim"],), 0.3, 1.0)
+        yield linear(f"{name}.out_proj", width, values, 0.5)
+
+    def attention(name: str) -> Iterator[tuple[str, Array]]:
+        heads, keys = recipe.query_heads * recipe.head_width, recipe.key_heads * recipe.head_width
+        yield linear(f"{name}.q_proj", 2 * heads, width, 1.3)
+        yield linear(f"{name}.k_proj", keys, width, 1.3)
+        yield linear(f"{name}.v_proj", keys, width, 1.3)
+        yield made(f"{name}.q_norm.weight", (recipe.head_width,), 0.3, 0.2)
+        yield made(f"{name}.k_norm.weight", (recipe.head_width,), 0.3, 0.2)
+        yield linear(f"{name}.o_proj", width, heads, 0.7)
+
+    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0)
+    every = settings.get("full_attention_interval", 4)
+    for layer in range(recipe.layers):
+        name = f"model.layers.{layer}"
+        yield made(f"{name}.input_layernorm.weight", (width,), 0.1)
+        yield from attention(f"{name}.self_attn") if (layer + 1) % every == 0 else delta(f"{name}.linear_attn")
+        yield made(f"{name}.post_attention_layernorm.weight", (width,), 0.1)
+        if recipe.experts and layer not in recipe.dense:
+            yield from mixture(name)
+        else:
+            yield from gated(f"{name}.mlp.", settings.get("intermediate_size", recipe.neurons))
+    yield made("model.norm.weight", (width,), 0.1)
+    if not recipe.tied:
+        yield linear("lm_head", recipe.vocabulary, width, 5.0)
+
+
+class Maker:
+    """Random tensors of a recipe, one after the other."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._generator = recipe, np.random.PCG64(recipe.seed)
+
+    def made(self, name: str, shape: tuple[int, ...], deviation: float, centre: float = 0.0) -> tuple[str, Array]:
+        values = random_tensor(self._generator, shape, deviation) + np.float32(centre)
+        return name, rounded(values, self._recipe.dtype)
+
+    def linear(self, name: str, rows: int, columns: int, gain: float) -> tuple[str, Array]:
+        return self.made(f"{name}.weight", (rows, columns), gain * columns**-0.5)
+
+    def norm(self, name: str, length: int = 0) -> tuple[str, Array]:
+        return self.made(f"{name}.weight", (length or self._recipe.width,), 0.1, 1.0)
+
+    def mamba(
+        self, name: str, heads: int, head: int, state: int, groups: int, tokens: int
+    ) -> Iterator[tuple[str, Array]]:
+        """Memories decay so slowly that tokens far away count."""
+        inner, channels, width = heads * head, heads * head + 2 * groups * state, self._recipe.width
+        yield self.linear(f"{name}.in_proj", inner + channels + heads, width, 1.3)
+        yield self.made(f"{name}.conv1d.weight", (channels, 1, tokens), 0.5)
+        yield self.made(f"{name}.conv1d.bias", (channels,), 0.3)
+        yield self.made(f"{name}.A_log", (heads,), 1.0, -2.0)
+        yield self.made(f"{name}.D", (heads,), 0.5, 0.5)
+        yield self.made(f"{name}.dt_bias", (heads,), 0.7, -1.5)
+        yield self.norm(f"{name}.norm", inner)
+        yield self.linear(f"{name}.out_proj", width, inner, 0.7)
+
+    def attention(self, name: str, output: str = "o_proj") -> Iterator[tuple[str, Array]]:
+        recipe = self._recipe
+        for part, heads in (("q", recipe.query_heads), ("k", recipe.key_heads), ("v", recipe.key_heads)):
+            yield self.linear(f"{name}.{part}_proj", heads * recipe.head_width, recipe.width, 1.3)
+        yield self.linear(f"{name}.{output}", recipe.width, recipe.query_heads * recipe.head_width, 0.7)
+
+
+def _lfm2_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    make, width, settings = Maker(recipe), recipe.width, recipe.config
+
+    def gated(name: str, neurons: int) -> Iterator[tuple[str, Array]]:
+        yield make.linear(f"{name}.w1", neurons, width, 1.0)
+        yield make.linear(f"{name}.w3", neurons, width, 1.0)
+        yield make.linear(f"{name}.w2", width, neurons, 0.5)
+
+    yield make.made("model.embed_tokens.weight", (recipe.vocabulary, width), 5 * width**-0.5)
+    for layer, kind in enumerate(settings["layer_types"]):
+        name = f"model.layers.{layer}"
+        yield make.norm(f"{name}.operator_norm")
+        if kind == "conv":
+            yield make.linear(f"{name}.conv.in_proj", 3 * width, width, 1.0)
+            yield make.made(f"{name}.conv.conv.weight", (width, 1, settings.get("conv_L_cache", 3)), 0.6)
+            yield make.linear(f"{name}.conv.out_proj", width, width, 0.7)
+        else:
+            yield from make.attention(f"{name}.self_attn", "out_proj")
+            yield make.norm(f"{name}.self_attn.q_layernorm", recipe.head_width)
+            yield make.norm(f"{name}.self_attn.k_layernorm", recipe.head_width)
+        yield make.norm(f"{name}.ffn_norm")
+        if not recipe.experts:
+            yield from gated(f"{name}.feed_forward", 240)  # 300 * 2 / 3, times 1.1, rounded up to a multiple of 40
+        elif layer in recipe.dense:
+            yield from gated(f"{name}.feed_forward", settings["intermediate_size"])
+        else:
+            yield make.linear(f"{name}.feed_forward.gate", recipe.experts, width, 1.5)
+            yield make.made(f"{name}.feed_forward.expert_bias", (recipe.experts,), 0.2)
+            for number in range(recipe.experts):
+                yield from gated(f"{name}.feed_forward.experts.{number}", recipe.neurons)
+    yield make.norm("model.embedding_norm")
+
+
+def _nemotron_h_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    make, width, settings = Maker(recipe), recipe.width, recipe.config
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    blocks = settings.get("layers_block_type") or [kinds[block] for block in settings["hybrid_override_pattern"]]
+
+    def plain(name: str, neurons: int) -> Iterator[tuple[str, Array]]:
+        yield make.linear(f"{name}.up_proj", neurons, width, 1.0)
+        yield make.linear(f"{name}.down_proj", width, neurons, 0.5)
+
+    yield make.made("backbone.embeddings.weight", (recipe.vocabulary, width), 1.0)
+    for number, block in enumerate(blocks):
+        name = f"backbone.layers.{number}"
+        yield make.norm(f"{name}.norm")
+        if block == "linear_attention":
+            sizes = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+            yield from make.mamba(f"{name}.mixer", *(settings[size] for size in sizes))
+        elif block == "full_attention":
+            yield from make.attention(f"{name}.mixer")
+        elif block == "mlp":
+            yield from plain(f"{name}.mixer", settings.get("intermediate_size", recipe.neurons))
+        else:
+            yield make.linear(f"{name}.mixer.gate", recipe.experts, width, 1.5)
+            yield make.made(f"{name}.mixer.gate.e_score_correction_bias", (recipe.experts,), 0.2)
+            for expert in range(recipe.experts):
+                yield from plain(f"{name}.mixer.experts.{expert}", recipe.neurons)
+            yield from plain(f"{name}.mixer.shared_experts", recipe.shared)
+    yield make.norm("backbone.norm_f")
+    yield make.linear("lm_head", recipe.vocabulary, width, 5.0)
+
+
+def _granite_hybrid_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    make, width, settings = Maker(recipe), recipe.width, recipe.config
+    yield make.made("model.embed_tokens.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0)
+    for layer, kind in enumerate(settings["layer_types"]):
+        name, shared = f"model.layers.{layer}", settings["shared_intermediate_size"]
+        yield make.norm(f"{name}.input_layernorm")
+        if kind == "mamba":
+            heads, inner = settings["mamba_n_heads"], settings["mamba_expand"] * width
+            of_mamba = (settings["mamba_d_state"], settings["mamba_n_groups"], settings["mamba_d_conv"])
+            yield from make.mamba(f"{name}.mamba", heads, inner // heads, *of_mamba)
+        else:
+            yield from make.attention(f"{name}.self_attn")
+        yield make.norm(f"{name}.post_attention_layernorm")
+        yield make.linear(f"{name}.shared_mlp.input_linear", 2 * shared, width, 1.0)
+        yield make.linear(f"{name}.shared_mlp.output_linear", width, shared, 0.5)
+        if recipe.experts:
+            mixture, experts, neurons = f"{name}.block_sparse_moe", recipe.experts, recipe.neurons
+            yield make.linear(f"{mixture}.router.layer", experts, width, 1.5)
+            yield make.made(f"{mixture}.input_linear.weight", (experts, 2 * neurons, width), width**-0.5)
+            yield make.made(f"{mixture}.output_linear.weight", (experts, width, neurons), 0.5 * neurons**-0.5)
+    yield make.norm("model.norm")
+    if not recipe.tied:
+        yield make.linear("lm_head", recipe.vocabulary, width, 5.0)
 
 
 def _latent_attention(recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...], float, float]]:

@@ -188,6 +188,8 @@ def _parse_layer_kind(record: Record) -> LayerKind:
         record.boolean("rotary") if record.has("rotary") else True,
         record.integer("dense_experts", 0, MAX.experts) if record.has("dense_experts") else 0,
         record.boolean("local_positions") if record.has("local_positions") else False,
+        record.choice("mixer", *CHOICES["mixer"]) if record.has("mixer") else "attention",
+        record.boolean("feed_forward") if record.has("feed_forward") else True,
     )
     record.finish()
     return kind

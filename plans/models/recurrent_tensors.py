@@ -1,0 +1,129 @@
+"""The tensors of recurrent layers in a source, and the order of their rows in packages: queries, keys, values, gate.
+
+Rates are those of the time, then with DeltaNet those of the share that a memory takes over.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from neuronpipe.plans.models.spec import ModelSpec
+
+
+class SourceRows(NamedTuple):
+    """Rows of a tensor in a source.
+
+    name: name after the prefix of the layer, without `.weight`
+    total: number of rows that the tensor has
+    rows: the rows that are needed, in the order of packages
+    """
+
+    name: str
+    total: int
+    rows: list[int]
+
+
+class RecurrentTensors(NamedTuple):
+    """The tensors of a recurrent layer in a source. Names follow the prefix of the layer.
+
+    input, rates: the rows of `recurrent_input` and `recurrent_rates`
+    output: name of the output matrix
+    convolution: name of the convolution; its tensor has `.weight` [channels, 1, tokens], and `.bias` if the model says
+    channels: the stored channels in the order of packages
+    decay: the tensor that is the logarithm of the negative `decay`; the whole name, as for the tensors below
+    time_bias, skip: the vectors of these names
+    norm: `recurrent_norm`
+    """
+
+    input: tuple[SourceRows, ...]
+    rates: tuple[SourceRows, ...]
+    output: str
+    convolution: str
+    channels: list[int]
+    decay: str = ""
+    time_bias: str = ""
+    skip: str = ""
+    norm: str = ""
+
+
+def deltanet_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:
+    """Return the tensors of DeltaNet in Qwen3.5: queries, keys and values lie in one tensor."""
+    keys, values, heads = model.state_keys_width, model.state_values_width, model.state_heads
+    channels = list(range(2 * keys + values))
+    return _deltanet(
+        prefix,
+        (
+            SourceRows(f"{prefix}.in_proj_qkv", len(channels), channels),
+            SourceRows(f"{prefix}.in_proj_z", values, list(range(values))),
+        ),
+        tuple(SourceRows(f"{prefix}.in_proj_{rate}", heads, list(range(heads))) for rate in "ab"),
+        channels,
+    )
+
+
+def joined_deltanet_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:
+    """Return the tensors of DeltaNet in Qwen3-Next: a key head's query, key, values and gates follow each other."""
+    share = model.state_heads // model.state_key_heads
+    parts = (model.state_key_width, model.state_key_width, *[share * model.state_value_width] * 2)
+    rows = [row for part in range(4) for row in _of_each(model.state_key_heads, parts, part)]
+    rates = [row for part in (1, 0) for row in _of_each(model.state_key_heads, (share, share), part)]
+    return _deltanet(
+        prefix,
+        (SourceRows(f"{prefix}.in_proj_qkvz", len(rows), rows),),
+        (SourceRows(f"{prefix}.in_proj_ba", len(rates), rates),),
+        list(range(2 * model.state_keys_width + model.state_values_width)),
+    )
+
+
+def mamba_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:
+    """Return the tensors of Mamba-2, where gate, values, keys, queries and rates lie in one tensor in this order."""
+    values, keys = model.state_values_width, model.state_keys_width
+    channels = [*range(values + keys, values + 2 * keys), *range(values, values + keys), *range(values)]
+    total = 2 * values + 2 * keys + model.state_heads
+    rows = [*(values + channel for channel in channels), *range(values)]
+    rates = list(range(total - model.state_heads, total))
+    return RecurrentTensors(
+        (SourceRows(f"{prefix}.in_proj", total, rows),),
+        (SourceRows(f"{prefix}.in_proj", total, rates),),
+        f"{prefix}.out_proj",
+        f"{prefix}.conv1d",
+        channels,
+        f"{prefix}.A_log",
+        f"{prefix}.dt_bias",
+        f"{prefix}.D",
+        f"{prefix}.norm.weight",
+    )
+
+
+def convolution_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:
+    """Return the tensors of LFM2's convolution, whose input lies in one tensor: a factor, the gate, the other factor."""
+    width = model.width
+    rows = [*range(width), *range(2 * width, 3 * width), *range(width, 2 * width)]
+    return RecurrentTensors(
+        (SourceRows(f"{prefix}.in_proj", 3 * width, rows),),
+        (),
+        f"{prefix}.out_proj",
+        f"{prefix}.conv",
+        list(range(width)),
+    )
+
+
+def _deltanet(
+    prefix: str, of_input: tuple[SourceRows, ...], rates: tuple[SourceRows, ...], channels: list[int]
+) -> RecurrentTensors:
+    return RecurrentTensors(
+        of_input,
+        rates,
+        f"{prefix}.out_proj",
+        f"{prefix}.conv1d",
+        channels,
+        f"{prefix}.A_log",
+        f"{prefix}.dt_bias",
+        norm=f"{prefix}.norm.weight",
+    )
+
+
+def _of_each(heads: int, parts: tuple[int, ...], part: int) -> list[int]:
+    """Return the rows of one part of each head, where a head's parts follow each other."""
+    first, stride = sum(parts[:part]), sum(parts)
+    return [head * stride + first + row for head in range(heads) for row in range(parts[part])]
