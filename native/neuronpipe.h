@@ -152,6 +152,34 @@ void np_layer_norm(const float *x, const float *weight, const float *bias, size_
 /* Rotate one head in place: pairs (j, j+width/2) by angle position * inverse_frequency[j]. */
 void np_rope(float *head, size_t width, const float *inverse_frequency, int32_t position);
 
+/* The memory of one head of a recurrent layer and consecutive tokens: for each token a change,
+ * memory = memory * kept + key (x) change, with change = value * share, or with is_delta
+ * (value - kept * memory^T key) * share; and its output memory^T query, which takes the place of the value. */
+typedef struct {
+    size_t key_width, value_width, tokens;
+    const float *from;            /* [key_width][value_width]; NULL: zeros */
+    float *to;                    /* likewise, after the last token; apart from `from` */
+    const float *keys, *queries;  /* of a token [key_width]; keys_stride elements from one token's to the next */
+    float *values;                /* of a token [value_width] */
+    size_t keys_stride, values_stride;
+    const float *kept, *shares;   /* [tokens] */
+    int is_delta;
+} np_memory_job;
+void np_remember(const np_memory_job *job);
+
+/* A causal convolution of consecutive tokens: out = sum of weights[tap] * inputs[token + tap], plus bias, then
+ * x * sigmoid(x) with is_activated. */
+typedef struct {
+    size_t channels, tokens, taps;
+    const float *const *inputs;   /* [tokens + taps - 1] of each token [channels], the earlier ones first */
+    const float *weights, *bias;  /* [taps][channels], weights_stride elements from one tap's to the next; [channels] or NULL */
+    size_t weights_stride;
+    float *out;                   /* of a token [channels] */
+    size_t out_stride;
+    int is_activated;
+} np_convolution_job;
+void np_convolve(const np_convolution_job *job);
+
 void np_f32_to_f16(const float *x, size_t n, uint16_t *out); /* round to nearest even */
 void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
 
@@ -537,6 +565,7 @@ enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1, NP_READS_LAYER = 2, NP
 /* The scores of experts, from their router values: their softmax, or their sigmoids. Sparsemixer chooses two experts. The
  * share of each is its softmax among those whose values u are near its own v: (v - u) / max(|u|, v) is at most twice
  * router_jitter. The first expert is left out for the second. */
+enum { NP_MIXER_ATTENTION = 0, NP_MIXER_DELTANET = 1, NP_MIXER_MAMBA2 = 2, NP_MIXER_CONVOLUTION = 3, NP_MIXER_NONE = 4 };
 enum { NP_ROUTER_SOFTMAX = 0, NP_ROUTER_SIGMOID = 1, NP_ROUTER_SPARSEMIXER = 2 };
 
 /* The place of a feed-forward matrix in a cluster: the part and offset of its first row's quants, and of its scales. */
@@ -564,6 +593,14 @@ typedef struct {
     uint32_t rotary_width, value_width; /* with latents: the last elements of a head, which are rotated, and of keys the same in all heads; the width of a
                                          * head's value */
     uint32_t query_rank;            /* with latents: the width of the input of queries; 0: that is the layer's input */
+    uint32_t heads_width;           /* elements of a token in np_shared.queries and np_shared.attention; np_mixer_width of every layer fits */
+    int32_t gated_attention;        /* 1: qkv has further rows, as many as queries; attention's output is multiplied by the sigmoids of their products */
+    uint32_t state_heads, state_key_heads;           /* memories of a recurrent layer; heads of their keys and queries */
+    uint32_t state_key_width, state_value_width;     /* of one memory */
+    uint32_t state_norm_groups;     /* with NP_MIXER_MAMBA2: groups of the output that are normed by themselves */
+    uint32_t convolution_tokens;    /* tokens that convolutions of recurrent layers mix; 0: there are no such layers */
+    float min_time_step;            /* with NP_MIXER_MAMBA2: the least time of a token */
+    uint32_t state_elements;        /* of one state, in all layers */
     int32_t norm;                   /* NP_NORM_RMS, NP_NORM_LAYER: of the residual stream */
     float norm_epsilon;             /* of all norms */
     int32_t norms;                  /* NP_NORMS_* */
@@ -617,7 +654,15 @@ typedef struct {
     uint32_t experts, routed_experts; /* the first routed_experts are those that the router chooses from; the others compute every token */
     uint32_t window_tokens; /* maximal number of positions that a token attends to; 0: all */
     uint32_t cached_before; /* elements of a position in the KV cache of the layers before */
+    int32_t mixer;          /* NP_MIXER_* */
+    uint32_t state_before;  /* elements of a state in the layers before */
     np_matrix qkv, attention_output;
+    np_matrix recurrent_input, recurrent_output; /* of recurrent layers: rows of channels (queries, keys, values; with NP_MIXER_CONVOLUTION two factors), then
+                                                  * of the gate; there are no attention matrices then */
+    np_matrix recurrent_rates;                   /* [state_heads], with NP_MIXER_DELTANET twice that */
+    const float *convolution, *convolution_bias; /* [convolution_tokens][channels]; [channels] or NULL */
+    const float *decay, *time_bias, *skip;       /* [state_heads] each; skip only with NP_MIXER_MAMBA2 */
+    const float *recurrent_norm;                 /* [state_value_width], with NP_MIXER_MAMBA2 of all heads */
     np_matrix latent_down, query_down; /* with latents: [latent_width+rotary_width, width], [query_rank, width]; there is no qkv then */
     np_matrix query, key_up, value_up; /* [query_heads*head_width, query_rank or width]; [query_heads*(head_width-rotary_width), latent_width]: rows are
                                         * multiplied with the elements of queries, and added; [query_heads*value_width, latent_width] */
@@ -669,6 +714,8 @@ typedef struct {
     float *logits;     /* [logit_rows][vocabulary] */
     uint16_t *kv;      /* of each layer [sequences][key_heads][2][context_tokens][head_width]; with latents
                         * [sequences][context_tokens][latent_width+rotary_width] */
+    float *states;     /* [state_slots][state_elements]: for each recurrent layer the last inputs of its convolution, the earliest first, then memories
+                        * [state_heads][state_key_width][state_value_width] */
     const uint8_t *slots[2];               /* by part */
     uint32_t *entries[2];                  /* by part: [layers*clusters] */
     uint64_t *window;                      /* of this participant only */
@@ -687,6 +734,7 @@ typedef struct {
 
 typedef struct {
     uint32_t sequences, max_tokens, logit_rows;
+    uint32_t state_slots;      /* of np_shared.states */
     uint32_t window_blocks;    /* blocks of an expert that are open at once; from experts * blocks on: all experts of a layer */
     uint32_t partial_tokens;   /* tokens whose block sums fit `partials`; fewer than max_tokens only if a window is a whole layer */
     uint32_t spin_us;
@@ -729,10 +777,13 @@ typedef struct {
                                          * may share blocks */
     uint32_t count;
     const int32_t *sequences, *positions, *tokens;
+    const int32_t *states_from, *states_to; /* for each token the slots of its sequence's state before and after the step, which differ; NP_NO_STATE
+                                             * before position 0. The tokens of a sequence follow each other. NULL if no layer is recurrent */
     uint32_t logits_first, logits_count;
     const np_token_scores *token_scores; /* or NULL */
 } np_step;
 
+enum { NP_NO_STATE = -1 };
 typedef struct np_engine np_engine;
 
 uint32_t np_engine_claims(uint32_t layers);
@@ -878,8 +929,9 @@ typedef struct {
     uint32_t epoch, participants, participant, first_block, end_block, sharers, sharer, count;
     uint32_t unused2[4];
     np_engine_counters counters;
-    uint64_t unused3; /* then int32_t sequences, positions, tokens, each [tokens of np_step_channels] */
+    uint64_t unused3; /* then int32_t sequences, positions, tokens, states_from, states_to, each [tokens of np_step_channels] */
 } np_step_channel;
+enum { NP_CHANNEL_NUMBERS = 5 }; /* arrays behind a channel */
 typedef struct {
     uint8_t *memory;     /* [count][np_channel_bytes(tokens)] */
     uint32_t count;      /* at most 64 */
@@ -888,7 +940,7 @@ typedef struct {
 } np_step_channels;
 uint32_t np_channel_bytes(uint32_t tokens);
 np_step_channel *np_channel_at(const np_step_channels *channels, uint32_t number);
-int32_t *np_channel_numbers(const np_step_channels *channels, uint32_t number, int which); /* 0 sequences, 1 positions, 2 tokens */
+int32_t *np_channel_numbers(const np_step_channels *channels, uint32_t number, int which); /* in the order of np_step */
 
 typedef struct {
     uint64_t step; /* number and epoch of the last step that was begun; 0: none was */
@@ -927,13 +979,13 @@ void np_pipeline_destroy(np_step_pipeline *pipeline);
  * was not listening: nothing was sent, and none of them listens any more; or NP_E_ARGUMENT. */
 int np_pipeline_send(np_step_pipeline *pipeline, uint64_t channels, const np_step *steps);
 /* The next step. It is sent unless a token cannot be sampled or is one of `ends`. how, uniforms, positions: [count],
- * kept until np_pipeline_collect. */
+ * kept until np_pipeline_collect; states_from, states_to likewise, or NULL. */
 typedef struct {
     uint64_t number;
     uint32_t count;
     const np_sampling *how;
     const double *uniforms;
-    const int32_t *positions;
+    const int32_t *positions, *states_from, *states_to;
     const int32_t *ends;
     uint32_t end_count;
 } np_pipeline_next;

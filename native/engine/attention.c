@@ -16,8 +16,10 @@
 #include "engine/changes.h"
 #include "engine/latent.h"
 #include "engine/prediction.h"
+#include "engine/recurrent.h"
 #include "engine/vectors.h"
 #include "engine/work.h"
+#include "kernels/exponential.h"
 
 /* The keys (which 0) or values (which 1) of one layer, sequence and key head: [context_tokens][head_width]. */
 static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequence, uint32_t key_head, uint32_t which)
@@ -55,7 +57,7 @@ static void norm_and_rotate(const np_engine *engine, const np_layer *l, const fl
 static float *raw_key(np_engine *engine, uint32_t t)
 {
     const np_shape *s = &engine->shape;
-    return engine->shared.attention + (size_t)t * s->query_heads * s->head_width;
+    return engine->shared.attention + (size_t)t * s->heads_width;
 }
 
 /* Norm all heads of queries together, and all heads of keys, then rotate them. Participants share the tokens. */
@@ -66,7 +68,7 @@ static void norm_jointly(np_engine *engine, uint32_t layer)
     const size_t width = s->head_width;
     const np_range tokens = np_even_share(engine, engine->count);
     for (uint32_t t = tokens.from; t < tokens.to; t++) {
-        float *query = engine->shared.queries + (size_t)t * s->query_heads * width, *key = raw_key(engine, t);
+        float *query = engine->shared.queries + (size_t)t * s->heads_width, *key = raw_key(engine, t);
         np_rms_norm(query, l->query_norm, s->query_heads * width, s->norm_epsilon, query);
         np_rms_norm(key, l->key_norm, s->key_heads * width, s->norm_epsilon, key);
         for (uint32_t head = 0; head < s->query_heads; head++)
@@ -85,8 +87,12 @@ static void store_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_
     const np_shape *s = &engine->shape;
     const size_t position = (size_t)engine->position[t], width = s->head_width;
     const uint32_t sequence = (uint32_t)engine->sequence[t];
-    if (head < s->query_heads) {
-        float *query = engine->shared.queries + ((size_t)t * s->query_heads + head) * width;
+    const uint32_t all_heads = s->query_heads + 2 * s->key_heads; /* behind them the gate of attention's output */
+    float *queries = engine->shared.queries + (size_t)t * s->heads_width;
+    if (head >= all_heads) {
+        memcpy(queries + (s->query_heads + head - all_heads) * width, values, width * sizeof *values);
+    } else if (head < s->query_heads) {
+        float *query = queries + head * width;
         memcpy(query, values, width * sizeof *values);
         if (!s->joint_norm)
             norm_and_rotate(engine, l, l->query_norm, engine->position[t], query);
@@ -124,7 +130,7 @@ static void compute_heads(np_engine *engine, uint32_t layer)
     const np_layer *l = &engine->fixed.layers[layer];
     const uint32_t width = s->head_width;
     const uint64_t started = np_clock_ns();
-    const uint32_t heads = s->query_heads + 2 * s->key_heads;
+    const uint32_t heads = np_qkv_rows(s) / width;
     if (np_is_offloaded_elsewhere(engine, NP_OFFLOAD_QKV))
         return;
     for (uint32_t head; (head = np_claim(engine, layer, NP_WORK_QKV, heads)) != NP_NONE;) {
@@ -153,25 +159,38 @@ static void attend(np_engine *engine, uint32_t layer)
         const uint32_t head = piece / engine->count * heads, t = piece % engine->count;
         const uint32_t sequence = (uint32_t)engine->sequence[t], positions = (uint32_t)engine->position[t] + 1;
         const uint32_t first = window && positions > window ? positions - window : 0;
-        const size_t offset = ((size_t)t * s->query_heads + head) * width;
+        const size_t offset = (size_t)t * s->heads_width + head * width;
         np_attend(engine->shared.queries + offset, heads, kv_of(engine, layer, sequence, head / heads_per_key, 0) + first * width,
                   kv_of(engine, layer, sequence, head / heads_per_key, 1) + first * width, positions - first, width, scale, s->score_cap,
                   sinks ? sinks + head : NULL, engine->scores, engine->shared.attention + offset);
+        const float *gates = engine->shared.queries + offset + s->query_heads * width;
+        for (size_t j = 0; s->gated_attention && j < heads * width; j++)
+            engine->shared.attention[offset + j] *= np_sigmoid(gates[j]);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
+}
+
+static const np_matrix *output_matrix(const np_layer *l)
+{
+    return np_is_recurrent(l->mixer) ? &l->recurrent_output : &l->attention_output;
 }
 
 void np_begin_projection(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
-    const np_matrix *output = &engine->fixed.layers[engine->layer].attention_output;
+    const np_layer *l = &engine->fixed.layers[engine->layer];
+    const np_matrix *output = output_matrix(l);
+    const float *inputs = s->latent_width ? engine->shared.queries : engine->shared.attention;
+    const int is_recurrent = np_is_recurrent(l->mixer);
     engine->vectors.type = output->quants ? output->type : engine->shape.type;
-    np_prepare_vectors(engine, &engine->vectors, s->latent_width ? engine->shared.queries : engine->shared.attention, engine->count,
-                       np_heads_width(s), np_output_columns(s), NULL);
+    np_prepare_vectors(engine, &engine->vectors, is_recurrent ? np_recurrent_outputs(engine, l) : inputs, engine->count,
+                       np_heads_width(s), is_recurrent ? np_gate_width(s, l) : np_output_columns(s), NULL);
 }
 
 int np_project(np_engine *engine, uint32_t layer)
 {
+    if (engine->fixed.layers[layer].mixer == NP_MIXER_NONE)
+        return NP_OK;
     if (np_is_offloaded_elsewhere(engine, NP_OFFLOAD_ATTENTION_OUTPUT))
         return np_meet(engine);
     np_begin_projection(engine);
@@ -186,7 +205,7 @@ int np_add_projection(np_engine *engine, uint32_t layer)
     const uint32_t pieces = (s->width + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
     for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_PROJECT, pieces)) != NP_NONE;) {
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->width - row < NP_PIECE_ROWS ? s->width - row : NP_PIECE_ROWS;
-        get_products(engine, &l->attention_output, row, rows, s->width, l->attention_output_bias);
+        get_products(engine, output_matrix(l), row, rows, s->width, l->attention_output_bias);
         for (uint32_t t = 0; t < engine->count; t++) {
             float *products = engine->rows + t * engine->max_rows;
             if (np_norms_outputs(engine))
@@ -212,7 +231,8 @@ int np_begin_attention(np_engine *engine, uint32_t layer)
     const np_shape *s = &engine->shape;
     const np_norm *norm = np_input_norm(engine, &engine->fixed.layers[layer].attention_norm);
     engine->layer = layer;
-    const np_matrix *qkv = s->latent_width ? &engine->fixed.layers[layer].latent_down : &engine->fixed.layers[layer].qkv;
+    const np_layer *l = &engine->fixed.layers[layer];
+    const np_matrix *qkv = np_is_recurrent(l->mixer) ? &l->recurrent_input : s->latent_width ? &l->latent_down : &l->qkv;
     engine->vectors.type = qkv->quants ? qkv->type : s->type;
     np_prepare_vectors(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
     return np_predictor_runs(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;
@@ -220,9 +240,14 @@ int np_begin_attention(np_engine *engine, uint32_t layer)
 
 int np_attention(np_engine *engine, uint32_t layer)
 {
+    const int32_t mixer = engine->fixed.layers[layer].mixer;
+    if (mixer == NP_MIXER_NONE)
+        return NP_OK;
     const int done = np_begin_attention(engine, layer);
     if (done < 0)
         return done;
+    if (np_is_recurrent(mixer))
+        return np_mix_states(engine, layer);
     return engine->shape.latent_width ? np_attend_latents(engine, layer) : np_attend_heads(engine, layer);
 }
 

@@ -2,7 +2,9 @@
 
 #include <math.h>
 
-enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096, NP_MAX_LATENT = 1 << 20 };
+#include "engine/recurrent.h"
+
+enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096, NP_MAX_LATENT = 1 << 20, NP_MAX_CONVOLUTION = 8 };
 
 /* Return the field of the first condition that does not hold, or NULL. */
 #define FIRST_ERROR(...)                                                  \
@@ -27,7 +29,7 @@ static const char *invalid_size(const np_shape *s)
 {
     FIRST_ERROR({"width", s->width && s->type != NP_Q3 && np_quant_bytes(s->type, s->width) > 0},
                 {"neurons", s->neurons > 0}, {"layers", s->layers > 0},
-                {"experts", s->experts > 0 && s->experts <= NP_MAX_EXPERTS && (s->experts == 1 || s->gated)},
+                {"experts", s->experts > 0 && s->experts <= NP_MAX_EXPERTS},
                 {"experts_per_token", s->experts_per_token > 0 && s->experts_per_token <= s->experts},
                 {"chosen_per_token", s->chosen_per_token <= s->experts_per_token && (s->experts > 1) == (s->chosen_per_token > 0)},
                 {"router_groups", s->router_groups > 0}, {"groups_per_token", s->groups_per_token > 0 && s->groups_per_token <= s->router_groups},
@@ -64,6 +66,23 @@ static const char *invalid_size(const np_shape *s)
                 {"predictor_reads", s->predictor_reads == NP_READS_FEED_FORWARD || s->predictor_reads == NP_READS_RESIDUAL ||
                                         (s->predictor_reads == NP_READS_ATTENTION && s->experts == 1)},
                 {"predictor_rank", !s->predictor_rank || (s->predictor_type != NP_Q3 && np_quant_bytes(s->predictor_type, s->predictor_rank) > 0)});
+}
+
+/* True if the sizes of memories are all there or all 0. */
+static int has_state_sizes(const np_shape *s)
+{
+    const int present = s->state_heads > 0;
+    return (s->state_key_heads > 0) == present && (s->state_key_width > 0) == present && (s->state_value_width > 0) == present &&
+           (!present || (s->state_heads % s->state_key_heads == 0 && np_quant_bytes(s->type, (size_t)s->state_heads * s->state_value_width) > 0));
+}
+
+static const char *invalid_state(const np_shape *s, const np_shared *shared, const np_engine_config *p)
+{
+    FIRST_ERROR({"state_heads", has_state_sizes(s)}, {"convolution_tokens", s->convolution_tokens <= NP_MAX_CONVOLUTION},
+                {"min_time_step", s->min_time_step >= 0.0f && isfinite(s->min_time_step)},
+                {"gated_attention", !s->gated_attention || !(s->latent_width || p->external_products || p->offload_blocks)},
+                {"state_slots", s->state_elements ? p->state_slots > 0 && shared->states : 1},
+                {"external_products", !(s->convolution_tokens && (p->external_products || p->offload_blocks))});
 }
 
 static const char *invalid_layout(const np_shape *s)
@@ -184,6 +203,41 @@ static const char *invalid_matrix(const np_shape *s, const np_fixed *fixed)
     return fixed->embedding.quants && !np_quant_bytes(fixed->embedding.type, s->width) ? "embedding" : NULL;
 }
 
+/* The first matrix or vector of a recurrent layer that is absent or does not fit, or NULL. */
+static const char *invalid_recurrent(const np_shape *s, const np_layer *l)
+{
+    const int has_memories = np_rates(s, l) > 0, is_mamba = l->mixer == NP_MIXER_MAMBA2;
+    FIRST_ERROR({"recurrent_input", l->recurrent_input.quants && fits_attention(s, &l->recurrent_input, s->width)},
+                {"recurrent_output", l->recurrent_output.quants && fits_attention(s, &l->recurrent_output, np_gate_width(s, l))},
+                {"recurrent_rates", !has_memories || (l->recurrent_rates.quants && fits_attention(s, &l->recurrent_rates, s->width))},
+                {"convolution", l->convolution && s->convolution_tokens > 0}, {"decay", !has_memories || (l->decay && l->time_bias)},
+                {"state_heads", !has_memories || s->state_heads > 0}, {"recurrent_norm", !has_memories || l->recurrent_norm},
+                {"skip", !is_mamba || l->skip},
+                {"state_norm_groups", !is_mamba || (s->state_norm_groups && np_gate_width(s, l) % s->state_norm_groups == 0)});
+}
+
+/* Check the mixers, and that every layer's state lies behind that of the layer before. */
+static const char *invalid_mixer(const np_shape *s, const np_fixed *fixed)
+{
+    uint64_t elements = 0;
+    for (uint32_t n = 0; n < s->layers; n++) {
+        const np_layer *l = &fixed->layers[n];
+        const char *wrong = np_is_recurrent(l->mixer) ? invalid_recurrent(s, l) : NULL;
+        if (wrong)
+            return wrong;
+        if (l->mixer < NP_MIXER_ATTENTION || l->mixer > NP_MIXER_NONE || (l->mixer != NP_MIXER_ATTENTION && (s->parallel || s->latent_width || s->norms != NP_NORMS_BEFORE)))
+            return "mixer";
+        if (l->mixer == NP_MIXER_NONE && s->predictor_rank && s->predictor_reads == NP_READS_ATTENTION)
+            return "predictor_reads";
+        if (l->mixer != NP_MIXER_NONE && np_mixer_width(s, l) > s->heads_width)
+            return "heads_width";
+        if (l->state_before != elements)
+            return "state_before";
+        elements += np_state_elements(s, l);
+    }
+    return elements == s->state_elements ? NULL : "state_elements";
+}
+
 /* Check that every layer's experts are numbered after those of the layer before, and can be chosen as the shape says. */
 static const char *invalid_experts(const np_shape *s, const np_fixed *fixed)
 {
@@ -193,7 +247,7 @@ static const char *invalid_experts(const np_shape *s, const np_fixed *fixed)
         const uint32_t routed = l->routed_experts, always = l->experts - routed;
         if (l->first_ffn != ffns || (ffns += l->experts) * s->clusters > NP_REQUEST_CLUSTER_MASK + 1u)
             return "first_ffn";
-        if (!l->experts || l->experts > s->experts || (s->experts == 1 && routed))
+        if ((!l->experts && (s->parallel || l->mixer == NP_MIXER_NONE)) || l->experts > s->experts || (s->experts == 1 && routed))
             return "experts";
         if (routed > l->experts || always + (routed ? s->chosen_per_token : 0) > s->experts_per_token)
             return "routed_experts";
@@ -244,7 +298,11 @@ const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const
     if (!wrong)
         wrong = invalid_config(config, shape);
     if (!wrong)
+        wrong = invalid_state(shape, shared, config);
+    if (!wrong)
         wrong = fixed->layers ? invalid_experts(shape, fixed) : "layers";
+    if (!wrong)
+        wrong = invalid_mixer(shape, fixed);
     if (!wrong)
         wrong = invalid_matrix(shape, fixed);
     if (!wrong)

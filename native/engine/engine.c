@@ -8,6 +8,7 @@
 #include "engine/experts.h"
 #include "engine/feed_forward.h"
 #include "engine/prediction.h"
+#include "engine/recurrent.h"
 
 static size_t larger(size_t a, size_t b)
 {
@@ -49,7 +50,8 @@ static size_t layer_panel_bytes(const np_shape *shape, const np_fixed *fixed, si
     size_t bytes = np_panel_bytes(shape->type, max_n, tokens);
     for (uint32_t n = 0; fixed->layers && n < shape->layers; n++) {
         const np_layer *l = &fixed->layers[n];
-        const np_matrix *all[] = {&l->attention_output, &l->qkv, &l->latent_down, &l->query_down, &l->query, &l->value_up};
+        const np_matrix *all[] = {&l->attention_output, &l->qkv, &l->latent_down, &l->query_down, &l->query, &l->value_up,
+                                  &l->recurrent_input, &l->recurrent_rates, &l->recurrent_output};
         for (size_t i = 0; i < sizeof all / sizeof *all; i++)
             if (i == 0 || all[i]->quants || (i == 1 && !shape->latent_width))
                 bytes = larger(bytes, np_panel_bytes(all[i]->type, max_n, tokens));
@@ -72,15 +74,18 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->external.result = engine->offload.result = NP_E_ARGUMENT; /* no step has begun */
 
     const size_t tokens = config->max_tokens;
-    const size_t max_n = larger(larger(shape->width, np_output_columns(shape)), larger(shape->latent_width, shape->query_rank));
+    const size_t of_states = (size_t)shape->state_heads * shape->state_value_width;
+    const size_t max_n = larger(larger(shape->width, np_output_columns(shape)), larger(larger(shape->latent_width, shape->query_rank), of_states));
     engine->layer_neurons = (size_t)shape->blocks * shape->block_neurons;
     engine->mask_bytes = (tokens + 7) / 8;
     const size_t pairs = tokens * shape->experts_per_token, groups = larger(1, smaller(pairs, shape->experts));
     engine->max_rows = larger(NP_PIECE_ROWS, larger(larger(shape->head_width, shape->value_width), 2 * (size_t)shape->block_neurons));
+    engine->max_rows = larger(engine->max_rows, np_state_rows(shape));
 
     engine->sequence = aligned_zeros(tokens * sizeof(int32_t));
     engine->position = aligned_zeros(tokens * sizeof(int32_t));
     engine->token = aligned_zeros(tokens * sizeof(int32_t));
+    engine->runs = aligned_zeros(tokens * sizeof(np_run));
     engine->vector = aligned_zeros(max_n * sizeof(float));
     engine->rows = aligned_zeros(tokens * engine->max_rows * sizeof(float));
     engine->scores = aligned_zeros(4 * ((size_t)shape->context_tokens + 1) * sizeof(float)); /* np_attend works on four heads at once */
@@ -108,7 +113,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->expert_scores = aligned_zeros(shape->experts * sizeof(float));
     engine->likely_counts = aligned_zeros(shape->layers * sizeof(np_likely_counts));
     engine->likely_experts = aligned_zeros(shape->experts);
-    const void *allocated[] = {engine->sequence,      engine->position,         engine->token,           engine->vector,
+    const void *allocated[] = {engine->sequence,      engine->position,         engine->token,           engine->vector,       engine->runs,
                                engine->rows,          engine->scores,           engine->states,          engine->slot_tables[NP_TRIGGER],
                                engine->slot_tables[NP_VALUE], engine->pending,        engine->list.quants,     engine->list.scales,
                                engine->list.prefetch,   engine->list.values,      engine->list.neurons,    engine->request_entries,
@@ -157,6 +162,7 @@ void np_engine_destroy(np_engine *engine)
     free(engine->sequence);
     free(engine->position);
     free(engine->token);
+    free(engine->runs);
     np_vectors *all[] = {&engine->vectors, &engine->predictor_input, &engine->ranks, &engine->gathered, &engine->gathered_input, &engine->values};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         free(all[i]->prepared);

@@ -43,6 +43,11 @@ typedef struct {
     uint32_t requested, chosen;
 } np_likely_counts;
 
+/* The tokens of one sequence in a step, and the slots of its state; NP_NONE: it begins with zeros. */
+typedef struct {
+    uint32_t first, count, from, to;
+} np_run;
+
 /* The position in a step with external products (offload/external_products.c), and that of the reader of their rows
  * (offload/product_rows.c), which may be another thread. */
 typedef struct {
@@ -87,6 +92,8 @@ struct np_engine {
     uint32_t offloaded_blocks;            /* the first blocks of each feed-forward: an accelerator computes them */
     uint32_t offloaded_matrices;          /* NP_OFFLOAD_* bits */
     int32_t *sequence, *position, *token; /* [max_tokens] */
+    np_run *runs;                         /* [max_tokens] the sequences of the step, if layers are recurrent */
+    uint32_t run_count;
 
     /* scratch memory, private to this participant */
     np_vectors vectors;         /* inputs of the matrices and neurons in work; of their type */
@@ -204,10 +211,10 @@ static inline const float *np_bias_of(const np_engine *engine, const float *bias
     return biases ? biases + engine->group->expert * length : NULL;
 }
 
-/* The number of rows of the joint query, key and value matrix. */
+/* The number of rows of the joint query, key and value matrix, and of the gate of attention's output. */
 static inline uint32_t np_qkv_rows(const np_shape *s)
 {
-    return (s->query_heads + 2 * s->key_heads) * s->head_width;
+    return (s->query_heads * (s->gated_attention ? 2 : 1) + 2 * s->key_heads) * s->head_width;
 }
 
 /* The width of a vector of the KV cache: of a head's key or value, or of a latent and a rotated key. */
@@ -231,9 +238,13 @@ static inline size_t np_output_columns(const np_shape *s)
 /* The elements from one token's queries to the next one's, and likewise of attention. */
 static inline size_t np_heads_width(const np_shape *s)
 {
-    const size_t down = s->latent_width ? (size_t)np_cached_width(s) + s->query_rank : 0;
-    const size_t heads = (size_t)s->query_heads * (s->value_width > np_cached_width(s) ? s->value_width : np_cached_width(s));
-    return heads > down ? heads : down;
+    return s->heads_width;
+}
+
+/* True if this mixer has a recurrent state. */
+static inline int np_is_recurrent(int32_t mixer)
+{
+    return mixer != NP_MIXER_ATTENTION && mixer != NP_MIXER_NONE;
 }
 
 /* The index of a cluster's residency entries, the same in both parts. */

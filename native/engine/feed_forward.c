@@ -430,6 +430,8 @@ int np_end_feed_forward(np_engine *engine)
 
 int np_feed_forward(np_engine *engine, uint32_t layer)
 {
+    if (!engine->fixed.layers[layer].experts)
+        return NP_OK;
     int done = np_begin_feed_forward(engine, layer);
     const uint64_t started = np_clock_ns(), active = engine->counters.active;
     if (done >= 0)

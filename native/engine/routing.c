@@ -94,12 +94,6 @@ static void keep_groups(const np_shape *s, float *values, uint32_t experts)
     }
 }
 
-static float sigmoid(float x)
-{
-    const float e = np_exponential(x < 0.0f ? x : -x);
-    return x < 0.0f ? e / (1.0f + e) : 1.0f / (1.0f + e);
-}
-
 static float greatest(const float *values, uint32_t count)
 {
     float max_value = values[0];
@@ -115,7 +109,7 @@ static float score(const np_shape *s, const float *values, uint32_t experts, flo
     float sum = 0.0f;
     for (uint32_t expert = 0; expert < experts; expert++) {
         const float value = values[expert];
-        scores[expert] = isnan(value) ? value : s->router == NP_ROUTER_SIGMOID ? sigmoid(value) : np_exponential(value - max_value);
+        scores[expert] = isnan(value) ? value : s->router == NP_ROUTER_SIGMOID ? np_sigmoid(value) : np_exponential(value - max_value);
         sum += scores[expert];
     }
     return s->router == NP_ROUTER_SIGMOID ? 1.0f : sum;
@@ -162,7 +156,7 @@ static void weigh(np_engine *engine, uint32_t experts, const uint32_t *chosen, f
     }
     for (uint32_t n = 0; n < s->chosen_per_token; n++) {
         const float value = values[chosen[n]];
-        weights[n] = isnan(value) ? value : s->router == NP_ROUTER_SIGMOID ? sigmoid(value) : np_exponential(value - max_value);
+        weights[n] = isnan(value) ? value : s->router == NP_ROUTER_SIGMOID ? np_sigmoid(value) : np_exponential(value - max_value);
         sum += weights[n];
     }
     for (uint32_t n = 0; n < s->chosen_per_token; n++)
@@ -249,7 +243,7 @@ void np_route_tokens(np_engine *engine, uint32_t layer)
             const float *x = router_input(engine, layer, engine->shared.residual + (size_t)t * s->width);
             choose_experts(engine, l, x, experts);
             weigh(engine, routed, experts, weights);
-            share = l->shared_gate ? sigmoid(dot(l->shared_gate, x, s->width)) : 1.0f;
+            share = l->shared_gate ? np_sigmoid(dot(l->shared_gate, x, s->width)) : 1.0f;
         }
         for (uint32_t expert = routed, n = chosen; expert < l->experts; expert++, n++) {
             experts[n] = expert;

@@ -7,6 +7,7 @@
 #include "engine/feed_forward.h"
 #include "engine/logits.h"
 #include "engine/prefetch.h"
+#include "engine/recurrent.h"
 #include "engine/routing.h"
 #include "engine/work.h"
 
@@ -57,6 +58,8 @@ int np_begin_step(np_engine *engine, const np_step *step)
         if (step->sequences[t] < 0 || (uint32_t)step->sequences[t] >= engine->config.sequences || step->positions[t] < 0 ||
             (uint32_t)step->positions[t] >= s->context_tokens || step->tokens[t] < 0 || (uint32_t)step->tokens[t] >= s->vocabulary)
             return NP_E_ARGUMENT;
+    if (np_find_runs(engine, step) < 0)
+        return NP_E_ARGUMENT;
     engine->started = np_clock_ns();
     engine->step = step->number;
     engine->epoch = step->epoch;

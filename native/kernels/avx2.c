@@ -3,6 +3,7 @@
 #include "kernels/exponential.h"
 #include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
+#include "kernels/recurrence.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
 
@@ -79,6 +80,14 @@ static NP_AVX2 void rope(float *head, size_t width, const float *inverse_frequen
     np_rope_body(head, width, inverse_frequency, position);
 }
 
+static NP_AVX2 void remember(const np_memory_job *job) {
+    np_remember_body(job);
+}
+
+static NP_AVX2 void convolve(const np_convolution_job *job) {
+    np_convolve_body(job);
+}
+
 static NP_AVX2 void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     size_t j = 0;
     for (; j + 8 <= n; j += 8) {
@@ -147,6 +156,8 @@ const np_isa np_isa_avx2 = {
     f16_to_f32,
     sum_tree,
     rope,
+    remember,
+    convolve,
     narrow,
     recode,
     NULL,

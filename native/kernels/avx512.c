@@ -3,6 +3,7 @@
 #include "kernels/exponential.h"
 #include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
+#include "kernels/recurrence.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
 
@@ -23,6 +24,14 @@ static NP_AVX512 void sum_tree(const float *rows, size_t summed, size_t count, s
 
 static NP_AVX512 void rope(float *head, size_t width, const float *inverse_frequency, int32_t position) {
     np_rope_body(head, width, inverse_frequency, position);
+}
+
+static NP_AVX512 void remember(const np_memory_job *job) {
+    np_remember_body(job);
+}
+
+static NP_AVX512 void convolve(const np_convolution_job *job) {
+    np_convolve_body(job);
 }
 
 static NP_AVX512 void f32_to_f16(const float *x, size_t n, uint16_t *out) {
@@ -86,6 +95,8 @@ static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
      f16_to_f32,                                                  \
      sum_tree,                                                    \
      rope,                                                        \
+     remember,                                                    \
+     convolve,                                                    \
      narrow,                                                      \
      recode,                                                      \
      PANEL,                                                       \

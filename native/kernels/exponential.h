@@ -30,6 +30,23 @@ NP_INLINE float np_hyperbolic_tangent(float x) {
     return x < 0.0f ? -magnitude : magnitude;
 }
 
+/* 1 / (1 + exp(-x)). NaN stays NaN. */
+NP_INLINE float np_sigmoid(float x) {
+    const float e = np_exponential(x < 0.0f ? x : -x);
+    return x < 0.0f ? e / (1.0f + e) : 1.0f / (1.0f + e);
+}
+
+NP_INLINE float np_silu(float x) {
+    return x * np_sigmoid(x);
+}
+
+/* log(1 + exp(x)), relative error below 3e-7: log(1 + e) = 2 artanh(e / (2 + e)), whose argument is at most 1/3. */
+NP_INLINE float np_softplus(float x) {
+    const float e = np_exponential(x < 0.0f ? x : -x), s = e / (2.0f + e), s2 = s * s;
+    const float series = 1.0f + s2 * (1.0f / 3 + s2 * (1.0f / 5 + s2 * (1.0f / 7 + s2 * (1.0f / 9 + s2 * (1.0f / 11 + s2 / 13)))));
+    return (x < 0.0f ? 0.0f : x) + 2.0f * s * series;
+}
+
 /* x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3), as x / (1 + exp(-2u)). */
 NP_INLINE float np_gelu(float x) {
     const float twice = 1.595769122f * (x + 0.044715f * x * x * x);

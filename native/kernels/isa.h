@@ -85,6 +85,8 @@ typedef struct {
     void (*f16_to_f32)(const uint16_t *x, size_t n, float *out);
     void (*sum_tree)(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out); /* summed <= count > 0 */
     void (*rope)(float *head, size_t width, const float *inverse_frequency, int32_t position);
+    void (*remember)(const np_memory_job *job);
+    void (*convolve)(const np_convolution_job *job);
     np_narrow_function *narrow;
     np_recode_function *recode;
     const np_panel_kernel *panel; /* NULL: through dot_rows */

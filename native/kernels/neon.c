@@ -3,6 +3,7 @@
 #include "kernels/exponential.h"
 #include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
+#include "kernels/recurrence.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
 
@@ -74,6 +75,14 @@ static void sum_tree(const float *rows, size_t summed, size_t count, size_t stri
 
 static void rope(float *head, size_t width, const float *inverse_frequency, int32_t position) {
     np_rope_body(head, width, inverse_frequency, position);
+}
+
+static void remember(const np_memory_job *job) {
+    np_remember_body(job);
+}
+
+static void convolve(const np_convolution_job *job) {
+    np_convolve_body(job);
 }
 
 static void f32_to_f16(const float *x, size_t n, uint16_t *out) {
@@ -153,6 +162,8 @@ const np_isa np_isa_neon = {
     f16_to_f32,
     sum_tree,
     rope,
+    remember,
+    convolve,
     narrow,
     recode,
     NULL,
@@ -172,6 +183,8 @@ const np_isa np_isa_dotprod = {
     f16_to_f32,
     sum_tree,
     rope,
+    remember,
+    convolve,
     narrow,
     recode,
     NULL,

@@ -3,6 +3,7 @@
 #include "kernels/exponential.h"
 #include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
+#include "kernels/recurrence.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
 
@@ -129,6 +130,14 @@ static void rope(float *head, size_t width, const float *inverse_frequency, int3
     np_rope_body(head, width, inverse_frequency, position);
 }
 
+static void remember(const np_memory_job *job) {
+    np_remember_body(job);
+}
+
+static void convolve(const np_convolution_job *job) {
+    np_convolve_body(job);
+}
+
 static void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     for (size_t j = 0; j < n; j++) out[j] = np_float_to_half(x[j]);
 }
@@ -194,6 +203,8 @@ const np_isa np_isa_scalar = {
     f16_to_f32,
     sum_tree,
     rope,
+    remember,
+    convolve,
     narrow,
     recode,
     NULL,

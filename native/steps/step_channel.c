@@ -20,7 +20,7 @@ enum { SPINS_PER_YIELD = 16 };
 
 static size_t channel_bytes(uint32_t tokens)
 {
-    return (sizeof(np_step_channel) + 3 * (size_t)tokens * sizeof(int32_t) + 63) & ~(size_t)63;
+    return (sizeof(np_step_channel) + NP_CHANNEL_NUMBERS * (size_t)tokens * sizeof(int32_t) + 63) & ~(size_t)63;
 }
 
 uint32_t np_channel_bytes(uint32_t tokens)
@@ -92,7 +92,7 @@ static void notify_if_last(const np_step_channels *channels, uint64_t participan
         np_word_wake(&channels->finished[0]);
 }
 
-/* numbers: copies of the step's three arrays. The engine validates them once; shared memory could change afterwards. */
+/* numbers: copies of the step's arrays. The engine validates them once; shared memory could change afterwards. */
 typedef struct {
     np_compute_step *compute;
     void *context;
@@ -120,13 +120,15 @@ static int compute_step(const worker *w)
         .sequences = w->numbers,
         .positions = w->numbers + w->channels->tokens,
         .tokens = w->numbers + 2 * (size_t)w->channels->tokens,
+        .states_from = w->numbers + 3 * (size_t)w->channels->tokens,
+        .states_to = w->numbers + 4 * (size_t)w->channels->tokens,
         .logits_count = channel->count,
     };
     w->progress->step = step.number;
     w->progress->epoch = step.epoch;
     if (step.count > w->channels->tokens)
         return NP_E_ARGUMENT;
-    memcpy(w->numbers, np_channel_numbers(w->channels, w->number, 0), 3 * (size_t)w->channels->tokens * sizeof *w->numbers);
+    memcpy(w->numbers, np_channel_numbers(w->channels, w->number, 0), NP_CHANNEL_NUMBERS * (size_t)w->channels->tokens * sizeof *w->numbers);
     const int done = w->compute(w->context, &step, &channel->counters);
     if (done < 0)
         return done;
@@ -166,7 +168,7 @@ int np_serve_channel(np_compute_step *compute, void *context, const np_step_chan
     memset(progress, 0, sizeof *progress);
     if (number >= channels->count || !channels->tokens)
         return NP_E_ARGUMENT;
-    const worker w = {compute, context, channels, number, malloc(3 * (size_t)channels->tokens * sizeof(int32_t)), progress};
+    const worker w = {compute, context, channels, number, malloc(NP_CHANNEL_NUMBERS * (size_t)channels->tokens * sizeof(int32_t)), progress};
     if (!w.numbers)
         return NP_E_MEMORY;
     const int done = serve(&w, spin_us, idle_ms, serve_ms);

@@ -123,9 +123,10 @@ static void write_step(np_step_pipeline *pipeline, uint64_t channels, uint32_t i
     channel->sharers = step->sharers;
     channel->sharer = step->sharer;
     channel->count = step->count;
-    const int32_t *const numbers[] = {step->sequences, step->positions, step->tokens};
-    for (int which = 0; which < 3; which++)
-        memcpy(np_channel_numbers(&pipeline->config.channels, i, which), numbers[which], step->count * sizeof(int32_t));
+    const int32_t *const numbers[NP_CHANNEL_NUMBERS] = {step->sequences, step->positions, step->tokens, step->states_from, step->states_to};
+    for (int which = 0; which < NP_CHANNEL_NUMBERS; which++)
+        if (numbers[which])
+            memcpy(np_channel_numbers(&pipeline->config.channels, i, which), numbers[which], step->count * sizeof(int32_t));
 }
 
 static int are_valid(const np_step_pipeline *pipeline, uint64_t channels, const np_step *steps)
@@ -202,6 +203,10 @@ static void send_next(np_step_pipeline *pipeline)
         channel_at(pipeline, i)->number = pipeline->next.number;
         memcpy(np_channel_numbers(&pipeline->config.channels, i, 1), pipeline->next.positions, pipeline->count * sizeof(int32_t));
         memcpy(np_channel_numbers(&pipeline->config.channels, i, 2), pipeline->tokens, pipeline->count * sizeof(int32_t));
+        const int32_t *const states[] = {pipeline->next.states_from, pipeline->next.states_to};
+        for (int which = 0; which < 2; which++)
+            if (states[which])
+                memcpy(np_channel_numbers(&pipeline->config.channels, i, 3 + which), states[which], pipeline->count * sizeof(int32_t));
     }
     publish_step(pipeline, pipeline->channels);
     pipeline->result.next_sent = 1;

@@ -7,13 +7,22 @@ from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 NODE_SUMS = "; for an accelerator's blocks only the sums of tree nodes, each in the row of its first block"
 
 
-def kv(*, position_elements: int, sequences: int, context_tokens: int) -> Layout:
+def kv(
+    *, position_elements: int, sequences: int, context_tokens: int, state_slots: int = 0, state_elements: int = 0
+) -> Layout:
     """Keys and values, as fp16: for each layer, sequence and key head first all keys, then all values; or for each
-    layer and sequence all latents. position_elements: elements of a position, in all layers."""
+    layer and sequence all latents. And the states of recurrent layers. position_elements: elements of a position, in
+    all layers; state_slots: states; state_elements: elements of a state, in all layers."""
     fields = Fields(
         "kv",
         4,
-        {"position_elements": position_elements, "sequences": sequences, "context_tokens": context_tokens},
+        {
+            "position_elements": position_elements,
+            "sequences": sequences,
+            "context_tokens": context_tokens,
+            "state_slots": state_slots,
+            "state_elements": state_elements,
+        },
     )
     fields.add(
         "kv",
@@ -22,6 +31,15 @@ def kv(*, position_elements: int, sequences: int, context_tokens: int) -> Layout
         "sequences",
         "context_tokens",
         by="decode, accelerator, prefill: the positions of their step; prefill: earlier ones, for a copy_from",
+        to="decode, prefill",
+        ordering="within a step the barrier, between steps StepDone and Prefilled",
+    )
+    fields.add(
+        "states",
+        "f32",
+        "state_slots",
+        "state_elements",
+        by="decode, prefill: the slots `states_to` of their step",
         to="decode, prefill",
         ordering="within a step the barrier, between steps StepDone and Prefilled",
     )

@@ -48,6 +48,7 @@ class OffloadBackend(CpuBackend):
             barrier=stage("barriers"),
             logits=memory.view("exchange", "logits"),
             kv=None,
+            states=None,
             slots=(None, None),
             entries=(None, None),
             window=None,

@@ -130,6 +130,7 @@ class CpuBackend:
             barrier=stage("barriers"),
             logits=memory.view("exchange", "logits"),
             kv=memory.view("kv", "kv"),
+            states=memory.view("kv", "states"),
             slots=(memory.view("slots", "trigger_slots"), memory.view("slots", "value_slots")),
             entries=(memory.view("residency", "trigger_entries"), memory.view("residency", "value_entries")),
             window=memory.view("residency", "windows")[window : window + 1],

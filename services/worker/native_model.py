@@ -39,6 +39,12 @@ _VECTORS = {
     "router_bias": "router.bias",
     "choosing_bias": "router.choosing_bias",
     "shared_gate": "shared_gate",
+    "convolution": "convolution",
+    "convolution_bias": "convolution.bias",
+    "decay": "decay",
+    "time_bias": "time_bias",
+    "skip": "skip",
+    "recurrent_norm": "recurrent_norm",
 }
 """Field of np_layer -> the tensor of a layer that it points at; NULL if the package has no such tensor."""
 
@@ -67,6 +73,8 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
         {
             **{name: getattr(s, name) for name in _SAME_FIELDS},
             "layers": s.layers,
+            "heads_width": s.heads_width,
+            "state_elements": s.all_state_elements,
             "context_tokens": context_tokens,
             "experts": s.most_experts,
             "experts_per_token": s.most_active_experts,
@@ -187,6 +195,8 @@ def layer_facts(model: ModelSpec, layer: int) -> dict[str, Any]:
         "routed_experts": model.routed_experts(layer),
         "window_tokens": model.windows_tokens[layer],
         "cached_before": model.cached_before(layer),
+        "mixer": getattr(lib, f"NP_MIXER_{model.mixers[layer].upper()}"),
+        "state_before": model.state_before(layer),
         "rotary": model.rotary_layers[layer],
         "local_positions": model.local_layers[layer],
     }

@@ -34,6 +34,7 @@ class View:
 
     slots, entries: a buffer for each part
     changes: None unless the model norms outputs
+    states: None unless layers are recurrent
     ranks, predicted: None in exact mode
     activity: None unless neurons are recorded
     """
@@ -50,6 +51,7 @@ class View:
     claims: Any
     logits: Any
     kv: Any
+    states: Any
     slots: tuple[Any, Any]
     entries: tuple[Any, Any]
     window: Any
@@ -84,6 +86,7 @@ class EngineConfig:
     moved_scales: bool = False  # value slots hold the scales of their rows
     external_products: bool = False  # matrix products of layers are external
     product_blocks: int = 0  # blocks per external product
+    state_slots: int = 0  # of recurrent layers
     offload_blocks: bool = False  # this participant's blocks are offloaded
 
 
@@ -185,7 +188,8 @@ class Participant:
     def _take(self, work: StepWork) -> Any:
         self._read_counters()  # clears the counters of a step that was abandoned
         self._step_arrays = [
-            ffi.new("int32_t[]", list(values)) for values in (work.sequences, work.positions, work.tokens)
+            ffi.new("int32_t[]", list(values)) if values else ffi.NULL
+            for values in (work.sequences, work.positions, work.tokens, work.states_from, work.states_to)
         ]
         step = self._step
         step.number, step.epoch = work.number, work.epoch
@@ -196,7 +200,7 @@ class Participant:
         step.offloaded_blocks = share.offloaded_blocks
         step.offloaded_matrices = sum(OFFLOADED_MATRICES.get(name, 1 << 31) for name in set(share.offloaded_matrices))
         step.count, step.logits_first, step.logits_count = len(work.tokens), work.logits_first, work.logits_count
-        step.sequences, step.positions, step.tokens = self._step_arrays
+        step.sequences, step.positions, step.tokens, step.states_from, step.states_to = self._step_arrays
         step.token_scores = ffi.NULL if work.ratings is None else work.ratings.native
         return step
 

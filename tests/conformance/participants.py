@@ -64,6 +64,7 @@ class Participants:
             "claims": self._claims,
             "logits": self._logits,
             "kv": np.zeros(model.position_elements * model.context_tokens, np.uint16),
+            "states": np.full((2, model.all_state_elements), np.nan, np.float32) if model.is_recurrent else None,
             "slots": self._slots(),
             "entries": tuple(self._entries),
             "arrivals": self._arrivals,
@@ -109,6 +110,8 @@ class Participants:
                 offloaded_blocks = shares[-1][1] if self._holder else 0
                 matrices = self._matrices if len(shares) == len(self.all) else ()
                 works = [_work(first, some, shares, own, offloaded_blocks, matrices) for own in range(len(shares))]
+                for work in works:
+                    self._give_states(work, number)
                 held = [self._holder if one is self.all[-1] else None for one in self.all]
                 others = [multiply] * len(shares), [self._rows] * len(shares)
                 list(threads.map(_compute, self.all[: len(shares)], works, held, *others))
@@ -123,9 +126,16 @@ class Participants:
         with ThreadPoolExecutor(len(self.all)) as threads:
             works = [_work(0, list(tokens), shares, own, 0, ()) for own in range(len(shares))]
             for work in works:
+                self._give_states(work, 0)
                 work.logits_count, work.ratings = 0, ratings
             list(threads.map(Participant.compute, self.all, works))
         return ratings
+
+    def _give_states(self, work: StepWork, number: int) -> None:
+        """Let the steps of a text read and write the two states in turn. number: of the step, from 0."""
+        if self._model.is_recurrent:
+            work.states_from = [(number - 1) % 2 if number else lib.NP_NO_STATE] * len(work.tokens)
+            work.states_to = [number % 2] * len(work.tokens)
 
     def lose(self, clusters: range) -> None:
         """These are no longer resident."""
@@ -157,6 +167,7 @@ class Participants:
             max_tokens=max_tokens,
             logit_rows=max_tokens,
             window_blocks=2,
+            state_slots=2 if self._model.is_recurrent else 0,
             product_blocks=2,
             partial_tokens=max_tokens,
             spin_us=0,

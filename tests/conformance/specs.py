@@ -149,6 +149,35 @@ SPECS = {
         family="llama", width=128, neurons=300, layer_kinds=(LayerKind(2),), query_heads=4, key_heads=2, head_width=32,
         norm="layer", norms="both", activation="drelu", ffn_bias=False, **COMMON,
     ),
+    "deltanet": ModelSpec(
+        family="llama", width=160, neurons=300,
+        layer_kinds=(LayerKind(2, mixer="deltanet"), LayerKind(1), LayerKind(1, mixer="deltanet")), query_heads=4,
+        key_heads=2, head_width=32, gated_attention=True, head_norm=True, state_heads=6, state_key_heads=2,
+        state_key_width=25, state_value_width=80, convolution_tokens=4, activation="silu", **COMMON,
+    ),
+    "mixture with deltanet": ModelSpec(
+        family="llama", width=96, neurons=100, experts=7, experts_per_token=2, shared_experts=1, shared_gate=True,
+        layer_kinds=(LayerKind(1), LayerKind(2, mixer="deltanet")), query_heads=3, key_heads=1, head_width=32,
+        gated_attention=True, state_heads=2, state_key_heads=2, state_key_width=16, state_value_width=144,
+        convolution_tokens=3, convolution_bias=True, activation="silu", **COMMON,
+    ),
+    "mixture with mamba": ModelSpec(
+        family="llama", width=128, neurons=100, experts=6, experts_per_token=2, shared_experts=2, router="sigmoid",
+        choosing_bias=True, routed_scale=1.8,
+        layer_kinds=(
+            LayerKind(1, mixer="mamba2"), LayerKind(1, mixer="mamba2", feed_forward=False), LayerKind(1, rotary=False),
+            LayerKind(1, mixer="none", dense_experts=3),
+        ),
+        query_heads=4, key_heads=1, head_width=32, state_heads=8, state_key_heads=4, state_key_width=24,
+        state_value_width=20, state_norm_groups=4, convolution_tokens=4, convolution_bias=True, min_time_step=0.1,
+        activation="relu2", gated=False, **COMMON,
+    ),
+    "convolutions": ModelSpec(
+        family="llama", width=320, neurons=300,
+        layer_kinds=(LayerKind(2, mixer="convolution"), LayerKind(1, 20), LayerKind(1, mixer="convolution")),
+        query_heads=5, key_heads=1, head_width=64, head_norm=True, convolution_tokens=3, activation="relu",
+        tied_embeddings=True, residual_scale=0.8, **COMMON,
+    ),
     "parallel": ModelSpec(
         family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,
         norm="layer", activation="relu", gated=False, parallel=True, tied_embeddings=True, **COMMON,
@@ -214,7 +243,7 @@ def _normal(random: np.random.Generator, shape: tuple[int, ...], deviation: floa
 
 
 def _deviation(name: str, columns: int) -> float:
-    factors = {"embedding": 5.0, "output": 5.0, "attention_output": 0.5}
+    factors = {"embedding": 5.0, "output": 5.0, "attention_output": 0.5, "recurrent_output": 0.5}
     factor = factors.get(name.split(".")[-1], 1.3)
     return float(factor * columns**-0.5)
 
@@ -226,6 +255,10 @@ def _vector(name: str, length: int, random: np.random.Generator) -> Array:
         return np.asarray(300.0 ** (-np.arange(length) / length), dtype=np.float32)
     if name.endswith("output_norm") and "layers" in name:
         return _normal(random, (length,), 0.1) + np.float32(0.4)
+    if name.endswith("decay"):
+        return np.asarray(-np.exp(_normal(random, (length,), 1.0) - 2), dtype=np.float32)
+    if name.endswith("convolution"):
+        return _normal(random, (length,), 0.6)
     if name.endswith("router"):
         return _normal(random, (length,), 0.12)
     if name.endswith(("shared_gate", "choosing_bias")):

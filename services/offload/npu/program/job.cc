@@ -86,6 +86,7 @@ void Job::read_shape()
     shape.width = number(m, "model/width");
     shape.neurons = number(m, "model/neurons");
     shape.query_heads = number(m, "model/query_heads");
+    shape.heads_width = number(m, "model/query_heads") * number(m, "model/head_width");
     shape.key_heads = number(m, "model/key_heads");
     shape.head_width = number(m, "model/head_width");
     shape.vocabulary = number(m, "model/vocabulary");
@@ -119,6 +120,8 @@ void Job::read_shape()
         np_layer layer = {};
         layer.window_tokens = number_or(kind, "window_tokens", 0);
         layer.rotary = !json_has(kind, "rotary") || json_truth(kind, "rotary");
+        if (json_has(kind, "mixer") || json_has(kind, "feed_forward"))
+            run_fail("model/layer_kinds", "this worker computes no recurrent layers; use our own prefill worker");
         if (json_has(kind, "local_positions"))
             run_fail("model/layer_kinds", "this worker computes no models with two tables of positions; use our own prefill worker");
         if (json_has(kind, "dense_experts"))
