@@ -55,8 +55,8 @@ class TensorNames:
     shared: a matrix of the shared experts of a layer, which lie in one tensor; {} is gate, up or down; or the names by
         these. If gate and up have one name, that tensor has the rows of both
     dense: a matrix of the feed-forward of a mixture's layer without router, likewise
-    blocks: for each layer the numbers that take the place of {} in `layer`: of its mixer, and of its feed-forward; None:
-        both are the layer's number
+    blocks: for each layer the numbers that take the place of {} in `layer`, for its mixer and for its feed-forward;
+        None: both are the layer's number
     shared_gate: the weights of the gate of the shared experts
     predictor: the two matrices of the predictor, {} is 1 or 2; the prefix is `layer`, in a mixture also `expert`
     recurrent: (model, layer) -> the tensors of a recurrent layer

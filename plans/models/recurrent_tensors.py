@@ -96,7 +96,7 @@ def mamba_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:
 
 
 def convolution_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:
-    """Return the tensors of LFM2's convolution, whose input lies in one tensor: a factor, the gate, the other factor."""
+    """Return the tensors of LFM2's convolution. Its input lies in one tensor: a factor, the gate, the other factor."""
     width = model.width
     rows = [*range(width), *range(2 * width, 3 * width), *range(width, 2 * width)]
     return RecurrentTensors(

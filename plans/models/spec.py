@@ -422,7 +422,8 @@ _LATER = (
     "normalized_shares", "router_groups", "groups_per_token", "groups_by_best", "norm_after_rotation", "joint_norm",
     "parallel", "attention_sinks", "logit_bias", "router_jitter", "latent_width", "rotary_width", "value_width",
     "query_rank", "gated_attention", "state_heads", "state_key_heads", "state_key_width", "state_value_width",
-    "state_norm_groups", "convolution_tokens", "convolution_bias", "min_time_step", "activation_limit", "activation_threshold", "norms", "score_cap", "logit_cap", *SCALES,
+    "state_norm_groups", "convolution_tokens", "convolution_bias", "min_time_step", "activation_limit",
+    "activation_threshold", "norms", "score_cap", "logit_cap", *SCALES,
 )  # fmt: skip
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 

@@ -85,6 +85,7 @@ class Compute:
     held_blocks: tuple[int, ...] = ()
     held_matrices: tuple[str, ...] = ()  # whole offloaded matrices, some of MATRICES (offloaded_blocks.py)
     device_shares_memory: bool = False  # offloaded weights lie in this machine's memory
+    state_slots: int = 0  # recurrent states: two of each sequence, and snapshots
     device_name: str = ""  # the accelerator's device, as its driver names it; empty without one
 
     def decode_workers(self) -> tuple[ProcessSpec, ...]:

@@ -16,6 +16,7 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.memory.layout import Layout
 
 WORD_BYTES = 4
+STATES_PER_SEQUENCE = 2  # recurrent states: a step reads one and writes the other
 PARTIAL_TOKENS = 64  # maximum of tokens whose block sums a prefill step stores at once; more are computed in turns
 
 
@@ -40,6 +41,7 @@ class RunShape:
     offloaded_matrices: tuple[str, ...] = ()
     device_shares_memory: bool = False
     accelerator_backend: str = ""
+    state_slots: int = 0
 
     @classmethod
     def of(cls, compute: Compute) -> RunShape:
@@ -58,6 +60,7 @@ class RunShape:
             offloaded_matrices=compute.held_matrices,
             device_shares_memory=compute.device_shares_memory,
             accelerator_backend=compute.accelerator_backend(),
+            state_slots=compute.state_slots,
         )
 
     @property
@@ -150,6 +153,8 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
             position_elements=model.position_elements,
             sequences=shape.sequences,
             context_tokens=shape.context_tokens,
+            state_slots=shape.state_slots,
+            state_elements=model.all_state_elements,
         ),
         layouts.exchange(
             tokens=shape.sequences,

@@ -33,7 +33,7 @@ from neuronpipe.plans.plan.memory_budget import (
 )
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator, offload_reasons, offload_shape
 from neuronpipe.plans.plan.runtime_memory import runtime_of
-from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape
+from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, STATES_PER_SEQUENCE, RunShape
 from neuronpipe.plans.planner.assumptions import assumptions
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.mode_choice import mode_reason
@@ -92,6 +92,10 @@ def _as_baseline(options: PlanOptions) -> PlanOptions:
     return dataclasses.replace(options, mode="predicted", without=frozenset({"bundle", "pipeline", "prefetch"}))
 
 
+MAX_SNAPSHOTS = 8  # of recurrent states
+SNAPSHOT_SHARE = 1 / 16  # of the memory limit that they take at most
+
+
 class _PlanBuilder:
     def __init__(
         self,
@@ -122,10 +126,18 @@ class _PlanBuilder:
             accelerator_backend=backend_of(ACCELERATOR, device.processes),
         )
         self._limit_bytes = device.memory_bytes if options.memory_bytes is None else options.memory_bytes
+        if manifest.model.is_recurrent:
+            self._shape = dataclasses.replace(self._shape, state_slots=self._state_slots())
         if device.accelerator is not None:
             self._shape = self._offload_shape(device.accelerator)
         self._rates = rates(manifest, self._shape.mode, frequencies)
         self._usable_bytes = trusted_bytes(manifest, self._shape, self._limit_bytes)
+
+    def _state_slots(self) -> int:
+        """Return the number of slots for recurrent states: two for each sequence, and a few snapshots."""
+        state_bytes = 4 * self._manifest.model.all_state_elements
+        snapshots = int(SNAPSHOT_SHARE * self._limit_bytes // state_bytes)
+        return STATES_PER_SEQUENCE * self._options.sequences + min(MAX_SNAPSHOTS, snapshots)
 
     def _offload_shape(self, accelerator: Accelerator) -> RunShape:
         """Return the shape with the requested offloaded blocks and matrices, or those that the device has room for."""
@@ -196,6 +208,7 @@ class _PlanBuilder:
             held_blocks=options.offloaded_blocks
             or ((shape.max_offloaded_blocks,) if shape.max_offloaded_blocks else ()),
             held_matrices=shape.offloaded_matrices,
+            state_slots=shape.state_slots,
             device_shares_memory=shape.device_shares_memory,
             device_name="" if self._device.accelerator is None else self._device.accelerator.name,
         )

@@ -28,6 +28,8 @@ class Step(Message):
     tokens: the input tokens, one for each sequence
     held_matrices: the matrices that the accelerator among the participants computes alone, out of "qkv",
         "attention_output" (both in every layer) and "output"
+    states_from: if layers are recurrent, the slot of each sequence's state before its token, or -1 at position 0
+    states_to: likewise the slot that the state after the token is written to
     """
 
     step: int
@@ -39,8 +41,12 @@ class Step(Message):
     positions: tuple[int, ...]
     tokens: tuple[int, ...]
     held_matrices: tuple[str, ...] = ()
+    states_from: tuple[int, ...] = ()
+    states_to: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if {len(self.states_from), len(self.states_to)} not in ({0}, {len(self.tokens)}):
+            raise ValueError("states_from and states_to: expected the same length as tokens, or none")
         if not 0 < len(self.sequences) == len(self.positions) == len(self.tokens):
             raise ValueError("sequences, positions and tokens: expected the same length, at least 1")
         if not 0 < len(self.participants) == len(self.first_blocks) == len(self.end_blocks):
@@ -65,6 +71,8 @@ class Prefill(Message):
     targets: tokens to score, with `logits` "none": the first target follows the first of `tokens`, and so on. The
         worker computes logits and reads them a few rows at a time
     likely: how many of the most likely tokens to return for each target
+    state_from: if layers are recurrent, the slot of the sequence's state before the first token, or -1 at position 0
+    state_to: likewise the slot that the state after the last token is written to
     """
 
     step: int
@@ -76,6 +84,8 @@ class Prefill(Message):
     copy_from: int | None = None
     targets: tuple[int, ...] = ()
     likely: int = 0
+    state_from: int = -1
+    state_to: int | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:

@@ -121,6 +121,7 @@ class StepPipeline:
             return
         how, uniforms, self._native_arrays = self._sampler.prepare(ahead.rows)
         positions, ends = ffi.new("int32_t[]", ahead.positions), ffi.new("int32_t[]", ahead.ends)
+        states = [ffi.new("int32_t[]", slots) if slots else ffi.NULL for slots in (ahead.states_from, ahead.states_to)]
         following = ffi.new(
             "np_pipeline_next *",
             {
@@ -129,11 +130,13 @@ class StepPipeline:
                 "how": how,
                 "uniforms": uniforms,
                 "positions": positions,
+                "states_from": states[0],
+                "states_to": states[1],
                 "ends": ends,
                 "end_count": len(ahead.ends),
             },
         )
-        self._native_arrays += [how, uniforms, positions, ends]
+        self._native_arrays += [how, uniforms, positions, ends, *states]
         self._armed_step = ahead
         lib.np_pipeline_arm(self._native, following)
 
@@ -199,7 +202,14 @@ class StepPipeline:
             assert ahead is not None
             assert tokens is not None
             assert isinstance(message, Step)
-            following = dataclasses.replace(message, step=ahead.number, positions=ahead.positions, tokens=tokens)
+            following = dataclasses.replace(
+                message,
+                step=ahead.number,
+                positions=ahead.positions,
+                tokens=tokens,
+                states_from=ahead.states_from,
+                states_to=ahead.states_to,
+            )
             self._unprocessed = SendStep(processes, following)
         self._outstanding, self._owed = None, {}
 
@@ -228,7 +238,11 @@ class StepPipeline:
 
 def _native_steps(message: Step, processes: Sequence[ProcessKey]) -> tuple[Any, list[Any]]:
     """Return np_step[] in the order of channels, and the arrays that it points to."""
-    arrays = [ffi.new("int32_t[]", list(numbers)) for numbers in (message.sequences, message.positions, message.tokens)]
+    states = (message.states_from, message.states_to)
+    arrays = [
+        ffi.new("int32_t[]", list(numbers)) if numbers else ffi.NULL
+        for numbers in (message.sequences, message.positions, message.tokens, *states)
+    ]
     works = [work_of(message, f"{role}.{index}") for role, index in sorted(processes)]
     steps = [
         {
@@ -244,6 +258,8 @@ def _native_steps(message: Step, processes: Sequence[ProcessKey]) -> tuple[Any, 
             "sequences": arrays[0],
             "positions": arrays[1],
             "tokens": arrays[2],
+            "states_from": arrays[3],
+            "states_to": arrays[4],
             "logits_count": work.logits_count,
         }
         for work in works

@@ -19,6 +19,8 @@ def work_of(step: Step, name: str) -> StepWork:
         tokens=step.tokens,
         logits_first=0,
         logits_count=len(step.tokens),
+        states_from=step.states_from,
+        states_to=step.states_to,
         share=_share_of(step.participants, step.first_blocks, step.end_blocks, step.held_matrices, name),
     )
 

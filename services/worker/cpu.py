@@ -156,6 +156,7 @@ class CpuBackend:
             context_tokens=compute.context_tokens,
             max_tokens=stage["residual"].shape[0],
             logit_rows=compute.logit_rows,
+            state_slots=compute.state_slots,
             window_blocks=compute.prefill_window_blocks if prefill else compute.decode_window_blocks,
             partial_tokens=stage["partials"].shape[0] // placement.job.package.manifest.model.experts_per_token,
             spin_us=compute.spin_us,

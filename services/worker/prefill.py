@@ -94,6 +94,8 @@ class PrefillService:
             logits_first=logits_first,
             logits_count=logits_count,
             share=Share(first_block=0, end_block=self._blocks),
+            states_from=() if chunk.state_to is None else (chunk.state_from,) * count,
+            states_to=() if chunk.state_to is None else (chunk.state_to,) * count,
         )
 
     def _handle(self, message: Message) -> None:

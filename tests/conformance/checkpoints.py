@@ -483,7 +483,7 @@ RECIPES = {
             shared=40,
             config={
                 "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-                "shared_expert_intermediate_size": 40, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+                "shared_expert_intermediate_size": 40, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
                 "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 4,
                 "rope_parameters": {
                     "rope_type": "default", "rope_theta": 1_000.0, "partial_rotary_factor": 0.25,

@@ -85,14 +85,14 @@ def test_a_slot_has_one_text_and_what_it_kept_are_that_texts_own_tokens(
 
 def test_a_text_goes_on_in_the_slot_that_holds_its_beginning() -> None:
     slots = FreeSlots(3)
-    slot, _ = slots.take([7], CPU)  # type: ignore[misc]
+    slot, *_ = slots.take([7], CPU)  # type: ignore[misc]
     slots.give_back(slot, computed([1, 2, 3]), 0.0)
     assert slots.take([1, 2, 3, 4], CPU) == TakenSlot(slot, 3)
 
 
 def test_a_long_text_is_not_given_up_for_the_few_tokens_that_another_shares_with_it() -> None:
     slots = FreeSlots(2)
-    long, _ = slots.take([7], CPU)  # type: ignore[misc]
+    long, *_ = slots.take([7], CPU)  # type: ignore[misc]
     slots.give_back(long, computed([1, 2, 3, 4, 5, 6, 7]), 0.0)
     assert slots.take([1, 2, 3, 9], CPU) == TakenSlot(1 - long, 0)
     assert longest_match([1, 2, 3, 9], slots.shared_in(CPU)) == Match(long, 3)
@@ -112,7 +112,7 @@ def test_the_slot_used_least_recently_is_taken_first() -> None:
 def test_what_no_request_used_for_long_is_forgotten_and_what_one_shared_is_not() -> None:
     slots = FreeSlots(3)
     for number in range(3):
-        slot, _ = slots.take([number], CPU)  # type: ignore[misc]
+        slot, *_ = slots.take([number], CPU)  # type: ignore[misc]
         slots.give_back(slot, SlotContent([number, 7], Provenance([(2, CPU)])), 100.0 * number)
     slots.touch(0, FORGET_AFTER_S)
     slots.forget_unused(FORGET_AFTER_S + 100.0)
@@ -137,7 +137,7 @@ def test_who_computed_a_position_is_who_computed_it_last(steps: list[tuple[int, 
 
 def test_only_what_was_computed_in_the_same_numerics_from_the_start_on_is_kept_or_shared() -> None:
     slots = FreeSlots(1)
-    slot, _ = slots.take([7], CPU)  # type: ignore[misc]
+    slot, *_ = slots.take([7], CPU)  # type: ignore[misc]
     content = SlotContent([1, 2, 3, 4, 5], Provenance([(2, CPU), (5, "onnx")]))
     slots.give_back(slot, content, 0.0)
     assert slots.shared_in(CPU) == {slot: [1, 2]}

@@ -30,6 +30,7 @@ class Limits:
     blocks: int = 1  # of a layer
     offloaded_blocks: tuple[int, ...] = ()  # of a layer, by number of sequences: see `held_blocks` of `Compute`
     offloaded_matrices: tuple[str, ...] = ()
+    state_slots: int = 0
 
     @classmethod
     def of(cls, job: Job) -> Limits:
@@ -40,6 +41,7 @@ class Limits:
             context_tokens=compute.context_tokens,
             prefill_chunk_tokens=compute.prefill_chunk_tokens,
             logit_rows=compute.logit_rows,
+            state_slots=compute.state_slots,
             vocabulary=manifest.model.vocabulary,
             end_tokens=frozenset(manifest.end_tokens),
             plan_id=job.plan.id,

@@ -268,6 +268,7 @@ class Ahead:
 
     rows: options to sample the outstanding step's tokens
     number, positions: number and positions of the next step, which has the same sequences and participants
+    states_from, states_to: its fields of these names
     ends: end tokens; if one is sampled, this step must not be sent
     """
 
@@ -275,6 +276,8 @@ class Ahead:
     number: int
     positions: tuple[int, ...]
     ends: tuple[int, ...]
+    states_from: tuple[int, ...] = ()
+    states_to: tuple[int, ...] = ()
 
 
 Action = SendStep | Tell | SampleTokens | ScoreTokens | Abandon | Dismiss | ReserveMemory | ReleaseMemory

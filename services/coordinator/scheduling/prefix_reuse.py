@@ -24,6 +24,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from neuronpipe.services.coordinator.scheduling.recurrent_states import NO_STATE, States
+
 FORGET_AFTER_S = 600.0  # a person who reads and answers comes back sooner
 
 
@@ -53,10 +55,14 @@ class Provenance:
 
 
 class SlotContent(NamedTuple):
-    """The content of a KV slot: the tokens that have keys and values, and their provenance."""
+    """The content of a KV slot: the tokens that have keys and values, and their provenance.
+
+    state: the slot of the recurrent state after them
+    """
 
     tokens: list[int]
     provenance: Provenance
+    state: int = NO_STATE
 
     def shared_in(self, numerics: str) -> list[int]:
         """Return the prefix that a run in this numerics would compute identically."""
@@ -64,17 +70,21 @@ class SlotContent(NamedTuple):
 
 
 class TakenSlot(NamedTuple):
-    """A slot for a new sequence, and how many of the sequence's first tokens have keys and values in it already."""
+    """A slot for a new sequence, how many of the sequence's first tokens have keys and values in it already, and the
+    slot of the recurrent state after them."""
 
     slot: int
     kept_tokens: int
+    state: int = NO_STATE
 
 
 class Match(NamedTuple):
-    """The slot with the longest common prefix, and the length of that prefix."""
+    """The slot with the longest common prefix, the length of that prefix, and the slot of the recurrent state after
+    it."""
 
     slot: int
     tokens: int
+    state: int = NO_STATE
 
 
 def common_tokens(first: list[int], second: list[int]) -> int:
@@ -100,10 +110,27 @@ def longest_match(tokens: list[int], contents: Mapping[int, list[int]]) -> Match
     return best if best is not None and best.tokens else None
 
 
+def usable_prefix(
+    states: States, tokens: list[int], common: int, content: SlotContent, numerics: str
+) -> tuple[int, int]:
+    """Return how many tokens of a slot with `common` tokens of a sequence can be reused, and the slot of the recurrent
+    state after them: fewer than `common` if layers are recurrent and only an earlier state exists.
+
+    content: the content of the slot
+    """
+    if not states.are_used or not common:
+        return common, NO_STATE
+    if common == len(content.tokens) and states.holds(content.state, content.tokens, numerics):
+        return common, content.state
+    snapshot = states.longest(tokens, common, numerics)
+    return (0, NO_STATE) if snapshot is None else (len(snapshot.tokens), snapshot.slot)
+
+
 class FreeSlots:
     """The slots without a sequence, least recently used first, with their content."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, states: States | None = None) -> None:
+        self._states = states or States(count, 0)
         self._contents = {slot: SlotContent([], Provenance()) for slot in range(count)}  # in order of last use
         self._used_at_s = [0.0] * count  # when a request last computed or copied the slot's content
 
@@ -133,13 +160,20 @@ class FreeSlots:
         match = longest_match(tokens, self.shared_in(numerics)) if shares else None
         if match is not None and 2 * match.tokens >= len(self._contents[match.slot].tokens):
             slot = match.slot
-        content = self._contents.pop(slot).shared_in(numerics)
-        return TakenSlot(slot, common_tokens(tokens[:-1], content) if shares else 0)
+        content = self._contents.pop(slot)
+        if not shares:
+            return TakenSlot(slot, 0)
+        common = common_tokens(tokens[:-1], content.shared_in(numerics))
+        return TakenSlot(slot, *usable_prefix(self._states, tokens, common, content, numerics))
 
     def give_back(self, slot: int, content: SlotContent, now: float) -> None:
         """Free the slot of a sequence that has ended; its keys and values stay."""
         self._contents[slot] = content
         self._used_at_s[slot] = now
+
+    def content(self, slot: int) -> SlotContent | None:
+        """Return the content of a free slot; None if the slot is taken."""
+        return self._contents.get(slot)
 
     def touch(self, slot: int, now: float) -> None:
         """Mark the content of a slot as used, if the slot is free."""

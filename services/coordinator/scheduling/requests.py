@@ -18,8 +18,11 @@ from neuronpipe.services.coordinator.scheduling.prefix_reuse import (
     Owner,
     Provenance,
     Shares,
+    TakenSlot,
     longest_match,
+    usable_prefix,
 )
+from neuronpipe.services.coordinator.scheduling.recurrent_states import States
 from neuronpipe.services.coordinator.scheduling.sequences import Generation, Scoring, Sequence, retry_after_s
 from neuronpipe.services.coordinator.scheduling.steps import OutstandingStep
 from neuronpipe.services.coordinator.text.constrained_answers import Answer, Constraints
@@ -63,13 +66,16 @@ class Requests:
     active: the sequences that have a slot
     """
 
-    def __init__(self, limits: Limits, tokenizer: Tokenizer, constraints: Constraints, quarantine: Quarantine) -> None:
+    def __init__(
+        self, limits: Limits, tokenizer: Tokenizer, constraints: Constraints, quarantine: Quarantine, states: States
+    ) -> None:
         self._limits = limits
         self._quarantine = quarantine
         self._tokenizer = tokenizer
         self._constraints = constraints
         self._admission = Admission(limits, tokenizer)
-        self._free = FreeSlots(limits.sequences)
+        self._states = states
+        self._free = FreeSlots(limits.sequences, states)
         self._shares = Shares()
         self.compiling: list[Queued] = []
         self.queued: list[Queued] = []
@@ -218,7 +224,7 @@ class Requests:
             claimed = self._free.take(queued.tokens, numerics, shares=shares)
             assert claimed is not None
             if isinstance(queued.ask, Generate):
-                self.active.append(self._generation(queued, queued.ask, claimed.slot, claimed.kept_tokens, numerics))
+                self.active.append(self._generation(queued, queued.ask, claimed, numerics))
             else:
                 self.active.append(_scoring(queued, queued.ask, claimed.slot))
 
@@ -236,18 +242,19 @@ class Requests:
             present[owner] = present.get(owner, 0) + sequence.own_tokens
         return present
 
-    def _generation(self, queued: Queued, ask: Generate, slot: int, kept_tokens: int, numerics: str) -> Generation:
-        prompt_tokens = len(queued.tokens)
+    def _generation(self, queued: Queued, ask: Generate, taken: TakenSlot, numerics: str) -> Generation:
+        prompt_tokens, kept_tokens = len(queued.tokens), taken.kept_tokens
         # A prompt that fills the context still gets one token, which needs no position.
         room_tokens = max(self._limits.context_tokens, prompt_tokens + 1)
         return Generation(
             client=queued.client,
             request=ask.request,
-            slot=slot,
+            slot=taken.slot,
             arrived_at=queued.arrived_at,
             tokens=queued.tokens,
             owner=ask.owner,
             fingerprint=queued.fingerprint,
+            state=taken.state,
             computed_tokens=kept_tokens,
             provenance=Provenance([(kept_tokens, numerics)] if kept_tokens else []),
             cached_tokens=kept_tokens,
@@ -274,11 +281,18 @@ class Requests:
             for other_sequence in self.active
             if other_sequence is not sequence
         }
-        match = longest_match(sequence.tokens[: sequence.prompt_tokens], {**self._free.shared_in(numerics), **live})
+        prompt = sequence.tokens[: sequence.prompt_tokens]
+        match = longest_match(prompt, {**self._free.shared_in(numerics), **live})
         if match is None or match.tokens <= sequence.computed_tokens:
             return None
+        content = self._free.content(match.slot) or next(
+            active.content() for active in self.active if active.slot == match.slot
+        )
+        tokens, state = usable_prefix(self._states, prompt, match.tokens, content, numerics)
+        if tokens <= sequence.computed_tokens:
+            return None
         self._free.touch(match.slot, sequence.arrived_at)
-        return match
+        return Match(match.slot, tokens, state)
 
     def computes(self, step: OutstandingStep) -> None:
         """Record in the quarantine's ledger how far each sequence of a step, which is being sent, has come."""

@@ -50,6 +50,7 @@ from neuronpipe.services.coordinator.scheduling.events import (
 )
 from neuronpipe.services.coordinator.scheduling.kv_reservation import Reservation
 from neuronpipe.services.coordinator.scheduling.processes import CACHE, PREFILL, Workers
+from neuronpipe.services.coordinator.scheduling.recurrent_states import States
 from neuronpipe.services.coordinator.scheduling.requests import LAST_WORDS, Requests
 from neuronpipe.services.coordinator.scheduling.sequences import answers_to_sampled
 from neuronpipe.services.coordinator.scheduling.step_results import Outcome, Results
@@ -80,9 +81,10 @@ class Scheduler:
         quarantine: Quarantine | None = None,
     ) -> None:
         self._limits, self.workers = limits, Workers(frozenset(processes))
-        self.requests = Requests(limits, tokenizer, constraints, quarantine or Quarantine())
+        states = States(limits.sequences, limits.state_slots)
+        self.requests = Requests(limits, tokenizer, constraints, quarantine or Quarantine(), states)
         self._results = Results(limits, tokenizer)
-        self._builder = StepBuilder(limits, self.workers, self.requests.prefix_source)
+        self._builder = StepBuilder(limits, self.workers, self.requests.prefix_source, states)
         self.throttle = Throttle()
         self._reservation = reservation or Reservation(None, ())
         self.epoch = 0
@@ -133,7 +135,11 @@ class Scheduler:
         rows = self._results.reading_of(step.action.message, step.rows)
         assert isinstance(rows, SampleTokens)
         positions = tuple(len(sequence.tokens) for sequence in sequences)
-        return Ahead(rows.rows, self.steps + 1, positions, tuple(self._limits.end_tokens))
+        message = step.action.message
+        assert isinstance(message, Step)
+        slots = (sequence.slot for sequence in sequences)
+        states = self._builder.states(list(zip(slots, message.states_to, strict=False)))
+        return Ahead(rows.rows, self.steps + 1, positions, tuple(self._limits.end_tokens), **states)
 
     def _take(self, event: Event, now: float) -> list[Action]:
         match event:

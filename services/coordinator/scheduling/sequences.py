@@ -15,6 +15,7 @@ from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Generate, Sco
 from neuronpipe.services.coordinator.scheduling.admission import Limits
 from neuronpipe.services.coordinator.scheduling.events import Logprobs
 from neuronpipe.services.coordinator.scheduling.prefix_reuse import Provenance, SlotContent
+from neuronpipe.services.coordinator.scheduling.recurrent_states import NO_STATE
 from neuronpipe.services.coordinator.text.constrained_answers import Answer
 from neuronpipe.services.coordinator.text.tokenizer import TextStream
 
@@ -50,10 +51,15 @@ class Sequence:
     cancelled: bool = False
     last_message: Message | None = None  # ends it as soon as it is in no outstanding step
     isolated: bool = False  # its next step has no other sequence, since its last step has ended processes
+    state: int = NO_STATE  # the slot of the recurrent state after the computed tokens
 
-    def advance(self, position: int, tokens: int, numerics: str) -> None:
-        """Note that a step in this numerics has computed this many tokens from the position on."""
+    def advance(self, position: int, tokens: int, numerics: str, state: int = NO_STATE) -> None:
+        """Note that a step in this numerics has computed this many tokens from the position on.
+
+        state: the slot of the recurrent state after them
+        """
         self.isolated = False
+        self.state = state
         self.provenance.computed(min(position, self.computed_tokens), position + tokens, numerics)
         self.computed_tokens = position + tokens
 
@@ -88,7 +94,7 @@ class Sequence:
         return 0
 
     def content(self) -> SlotContent:
-        return SlotContent(self.tokens[: self.computed_tokens], self.provenance)
+        return SlotContent(self.tokens[: self.computed_tokens], self.provenance, self.state)
 
     def refused(self, code: RefusalCode, message: str) -> Refused:
         return Refused(request=self.request, code=code, message=message)
@@ -151,10 +157,10 @@ class Generation(Sequence):
         """True if prompt tokens are left to compute. Decode steps compute completion tokens."""
         return self.computed_tokens < self.prompt_tokens
 
-    def advance(self, position: int, tokens: int, numerics: str) -> None:
+    def advance(self, position: int, tokens: int, numerics: str, state: int = NO_STATE) -> None:
         """See `Sequence`. Positions between `computed_tokens` and `position` were copied from another slot."""
         self.cached_tokens += position - self.computed_tokens
-        super().advance(position, tokens, numerics)
+        super().advance(position, tokens, numerics, state)
 
     @cached_property
     def is_read(self) -> bool:

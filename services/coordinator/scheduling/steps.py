@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from neuronpipe.services.coordinator.scheduling.admission import Limits
 from neuronpipe.services.coordinator.scheduling.events import ProcessKey, SendStep, StepFailed, StepLeft
 from neuronpipe.services.coordinator.scheduling.prefix_reuse import Match
 from neuronpipe.services.coordinator.scheduling.processes import PREFILL, Participants, Workers
+from neuronpipe.services.coordinator.scheduling.recurrent_states import NO_STATE, States
 from neuronpipe.services.coordinator.scheduling.sequences import Cost, Generation, Scoring, Sequence, add_cost
 from neuronpipe.services.runtime.quarantine import CERTAIN, CRASH_WEIGHT, STEP_KILL_WEIGHT
 
@@ -29,8 +31,9 @@ class OutstandingStep:
     death_weight: evidence that the step ends processes; it is dropped when the weight reaches CERTAIN
     """
 
-    def __init__(self, action: SendStep, sequences: list[Sequence], numerics: str) -> None:
+    def __init__(self, action: SendStep, sequences: list[Sequence], numerics: str, states: States) -> None:
         self.action = action
+        self._states = states
         self.numerics = numerics
         self.sequences = sequences
         self.rows = dict(enumerate(sequences))
@@ -67,7 +70,7 @@ class OutstandingStep:
         message = dataclasses.replace(self.action.message, epoch=epoch)
         if isinstance(message, Step):
             message = dataclasses.replace(message, **builder.shares(participants, sequences=len(message.tokens)))
-        repeated = OutstandingStep(SendStep(participants, message), self.sequences, self.numerics)
+        repeated = OutstandingStep(SendStep(participants, message), self.sequences, self.numerics, self._states)
         repeated.death_weight = self.death_weight
         return repeated
 
@@ -112,14 +115,16 @@ class OutstandingStep:
         self._read = True
         message = self.action.message
         if isinstance(message, Prefill):
-            self.sequences[0].advance(message.position, len(message.tokens), self.numerics)
+            to = NO_STATE if message.state_to is None else message.state_to
+            self.sequences[0].advance(message.position, len(message.tokens), self.numerics, to)
+            self._states.written(to, self.sequences[0].content().tokens, self.numerics)
             return
         for row, (sequence, position) in enumerate(zip(self.sequences, message.positions, strict=True)):
             if isinstance(sequence, Generation) and sequence.sampled is not None:
                 sequence.missed_step = True
                 del self.rows[row]
                 continue
-            sequence.advance(position, 1, self.numerics)
+            sequence.advance(position, 1, self.numerics, message.states_to[row] if message.states_to else NO_STATE)
             if sequence.last_message is not None:
                 del self.rows[row]
 
@@ -141,15 +146,20 @@ class StepBuilder:
     workers: the processes that can take part
     prefix_source: returns the KV slot from which the next chunk of a prompt may copy keys and values of the given
     numerics; None: nothing can be copied
+    states: the slots of recurrent states
     steps: number of steps so far
     """
 
     def __init__(
-        self, limits: Limits, workers: Workers, prefix_source: Callable[[Generation, str], Match | None]
+        self,
+        limits: Limits,
+        workers: Workers,
+        prefix_source: Callable[[Generation, str], Match | None],
+        states: States,
     ) -> None:
         self._limits = limits
         self._workers = workers
-        self._prefix_source = prefix_source
+        self._prefix_source, self._states = prefix_source, states
         self._prefill_turn = True
         self._score_turn = False
         self.steps = 0
@@ -165,7 +175,8 @@ class StepBuilder:
         )
         if numerics is not None and prefills and (self._prefill_turn or not decodes):
             self._prefill_turn = False
-            return self._prefill(prefills[0], epoch, numerics, beside_decode=bool(decodes))
+            read = [sequence.state for sequence in sequences]
+            return self._prefill(prefills[0], epoch, numerics, read, beside_decode=bool(decodes))
         self._prefill_turn = True
         batch = self._decode_batch(decodes)
         return self._decode(batch, epoch, decoders) if batch else None
@@ -190,8 +201,12 @@ class StepBuilder:
         self._score_turn = not score_turn
         return [*scores[:1]] if score_turn else generations[: self._limits.logit_rows]
 
-    def _prefill(self, sequence: Sequence, epoch: int, numerics: str, *, beside_decode: bool) -> OutstandingStep:
+    def _prefill(
+        self, sequence: Sequence, epoch: int, numerics: str, read: list[int], *, beside_decode: bool
+    ) -> OutstandingStep:
+        """Return a step for a prompt's next chunk. read: the state slots that sequences go on from"""
         first, copy_from, targets = sequence.computed_tokens, None, tuple[int, ...]()
+        state, state_to = sequence.state, None
         limit_tokens = self._limits.prefill_chunk_tokens
         max_tokens = min(limit_tokens, BESIDE_DECODE_TOKENS) if beside_decode else limit_tokens
         logits: Literal["none", "last", "all"]
@@ -200,9 +215,13 @@ class StepBuilder:
         else:
             assert isinstance(sequence, Generation)
             if (match := self._prefix_source(sequence, numerics)) is not None:
-                copy_from, first = match
+                copy_from, first, state = match
             chunk = sequence.tokens[first : min(sequence.prompt_tokens, first + max_tokens)]
             logits = "last" if first + len(chunk) == sequence.prompt_tokens else "none"
+        if self._states.are_used:
+            is_near_end = first + len(chunk) + max_tokens >= getattr(sequence, "prompt_tokens", math.inf)
+            snapshot = self._states.snapshot_target([*read, state]) if is_near_end else None
+            state_to = self._states.target(sequence.slot, state) if snapshot is None else snapshot
         self.steps += 1
         message = Prefill(
             step=self.steps,
@@ -214,8 +233,10 @@ class StepBuilder:
             copy_from=copy_from,
             targets=targets,
             likely=sequence.likely if targets else 0,
+            state_from=state,
+            state_to=state_to,
         )
-        return OutstandingStep(SendStep((PREFILL,), message), [sequence], numerics)
+        return OutstandingStep(SendStep((PREFILL,), message), [sequence], numerics, self._states)
 
     def _decode(self, batch: list[Sequence], epoch: int, participants: Participants) -> OutstandingStep:
         self.steps += 1
@@ -226,5 +247,14 @@ class StepBuilder:
             sequences=tuple(sequence.slot for sequence in batch),
             positions=tuple(sequence.computed_tokens for sequence in batch),
             tokens=tuple(sequence.next_token for sequence in batch),
+            **self.states([(sequence.slot, sequence.state) for sequence in batch]),
         )
-        return OutstandingStep(SendStep(participants, message), batch, self._workers.numerics_of(participants))
+        numerics = self._workers.numerics_of(participants)
+        return OutstandingStep(SendStep(participants, message), batch, numerics, self._states)
+
+    def states(self, sequences: list[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+        """Return `states_from` and `states_to` of a decode step. sequences: (KV slot, state slot) of each"""
+        if not self._states.are_used:
+            return {}
+        targets = tuple(self._states.target(slot, state) for slot, state in sequences)
+        return {"states_from": tuple(state for _, state in sequences), "states_to": targets}
