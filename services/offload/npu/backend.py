@@ -112,6 +112,8 @@ def refusal(manifest: Manifest) -> str | None:
         return f"onnx needs a gate and one of {', '.join(ACTIVATIONS)} without a threshold; this model has {kind}"
     if model.router_bias or model.attention_sinks:
         return "onnx computes neither routers with biases nor attention sinks; this model has them"
+    if model.is_recurrent or model.gated_attention:
+        return "onnx does not compute recurrent layers and gated attention, which this model has"
     if model.latent_width:
         return "onnx does not compute attention with latents, which this model has"
     if model.norms_after or model.score_cap or model.logit_cap or any(model.local_layers):
