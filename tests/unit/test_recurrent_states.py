@@ -1,0 +1,167 @@
+"""Recurrent states in their slots: whatever is shared, cancelled or killed, no text goes on from a wrong one."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+from neuronpipe.protocol.messages.client import Finished
+from neuronpipe.protocol.messages.request import Cancel, Generate
+from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.services.coordinator.scheduling.events import (
+    EpochChanged,
+    ProcessReady,
+    SampleTokens,
+    SendStep,
+    StepLeft,
+    Tell,
+    TokensSampled,
+)
+from neuronpipe.services.coordinator.scheduling.recurrent_states import NO_STATE, States
+
+from tests.unit.test_coordinator_core import NUMERICS, make_scheduler, participants_of, receive
+
+SEQUENCES, SNAPSHOTS, CONTEXT = 3, 2, 40
+CPU = "cpu:avx2"
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    """What a model says after these tokens: any other text would go on otherwise."""
+    return 97 + zlib.crc32(bytes(tokens)) % 3
+
+
+def expected_text(prompt: str, max_tokens: int) -> str:
+    tokens = tuple(map(ord, prompt))
+    for _ in range(max_tokens):
+        tokens = (*tokens, next_token(tokens))
+    return "".join(map(chr, tokens[len(prompt) :]))
+
+
+class Machine:
+    """A run whose memory is simulated: a state is the tokens that it has seen, and a KV slot the tokens it stores."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.scheduler = make_scheduler(
+            sequences=SEQUENCES,
+            context_tokens=CONTEXT,
+            logit_rows=SEQUENCES,
+            state_slots=2 * SEQUENCES + SNAPSHOTS,
+        )
+        self.states: list[tuple[int, ...] | None] = [None] * (2 * SEQUENCES + SNAPSHOTS)
+        self.kv: list[list[int]] = [[] for _ in range(SEQUENCES)]
+        self.waiting: list[SendStep] = []
+        self.sampling: list[SampleTokens] = []
+        self.rows: list[int] = []
+        self.requests: dict[str, tuple[str, int]] = {}
+        self.finished, self.cached, self.now, self.epoch = 0, 0, 0.0, 0
+
+    def take(self, actions: list[object]) -> None:
+        for action in actions:
+            if isinstance(action, SendStep):
+                self.waiting.append(action)
+            elif isinstance(action, SampleTokens):
+                self.sampling.append(action)
+            elif isinstance(action, Tell) and isinstance(action.message, Finished):
+                prompt, max_tokens = self.requests.pop(action.message.request)
+                if action.message.reason != "cancelled":
+                    assert action.message.text == expected_text(prompt, max_tokens)
+                self.finished += 1
+                self.cached += action.message.cached_tokens
+
+    def step(self, source: int, target: int, slot: int, position: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Compute the tokens of one sequence and return all tokens that its state has seen."""
+        assert source != target
+        before = () if source == NO_STATE else self.states[source]
+        assert before is not None, "a state that was never written"
+        assert len(before) == position
+        assert list(before) == self.kv[slot][:position], "the state is that of another text"
+        self.kv[slot] = [*self.kv[slot][:position], *tokens]
+        self.states[target] = (*before, *tokens)
+        return (*before, *tokens)
+
+    def compute(self, message: Step | Prefill) -> None:
+        if isinstance(message, Prefill):
+            if message.copy_from is not None:
+                self.kv[message.sequence][: message.position] = self.kv[message.copy_from][: message.position]
+            assert message.state_to is not None
+            place = (message.state_from, message.state_to, message.sequence, message.position)
+            self.rows = [next_token(self.step(*place, message.tokens))]
+            return
+        assert len({*message.states_from, *message.states_to}) == 2 * len(message.tokens)
+        each = zip(
+            message.states_from, message.states_to, message.sequences, message.positions, message.tokens, strict=True
+        )
+        self.rows = [next_token(self.step(*one, (token,))) for *one, token in each]
+
+    def event(self) -> None:
+        """One random event of a run."""
+        self.now += 0.01
+        choice = self.random.random()
+        if choice < 0.12 and len(self.requests) < 6:
+            self.ask()
+        elif choice < 0.15 and self.requests:
+            name = self.random.choice([*self.requests])
+            self.take(receive(self.scheduler, Cancel(request=name), self.now))
+        elif self.sampling:
+            rows = len(self.sampling.pop(0).rows)
+            self.take(self.scheduler.handle(TokensSampled(tuple(self.rows[:rows])), self.now))
+        elif self.waiting:
+            self.run(self.waiting.pop(0).message)
+
+    def ask(self) -> None:
+        """A request that often begins as an earlier one, or goes on from an earlier answer."""
+        earlier = list((self.requests or {"": ("", 0)}).values())
+        begin = self.random.choice([*(prompt for prompt, _ in earlier), "abcabc", "abcabcabcabc", "cba"])
+        if self.random.random() < 0.5:
+            begin = (begin + expected_text(begin, self.random.randint(1, 4)))[:24] if begin else "a"
+        prompt = begin[: self.random.randint(1, 24)] + "".join(self.random.choices("abc", k=self.random.randint(1, 5)))
+        name, max_tokens = f"r{self.now}", self.random.randint(1, 6)
+        self.requests[name] = prompt, max_tokens
+        generate = Generate(request=name, prompt=prompt, max_tokens=max_tokens, share_prefix=True)
+        self.take(receive(self.scheduler, generate, self.now))
+
+    def run(self, message: Step | Prefill) -> None:
+        self.compute(message)
+        workers = [("prefill", 0)] if isinstance(message, Prefill) else participants_of(message)
+        if self.random.random() < 0.15:  # a worker is killed when all of it is written, and the others leave
+            victim, *others = self.random.sample(workers, len(workers))
+            self.epoch += 1
+            self.take(self.scheduler.handle(EpochChanged(self.epoch, (victim,)), self.now))
+            for worker in others:
+                self.take(self.scheduler.handle(StepLeft(worker, message.step, message.epoch, False), self.now))
+            self.take(self.scheduler.handle(ProcessReady(victim, NUMERICS[victim[0]]), self.now))
+            return
+        for worker in workers:
+            self.take(self.scheduler.handle(StepLeft(worker, message.step, message.epoch, True), self.now))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_sequence_goes_on_from_a_state_of_another_text(seed: int) -> None:
+    machine = Machine(seed)
+    for _ in range(4000):
+        machine.event()
+    assert machine.finished > 100
+    assert machine.cached > 100, "nothing was shared: the test tests nothing"
+
+
+def test_a_snapshot_that_is_read_stays_and_the_least_recently_used_goes() -> None:
+    states = States(1, 4)
+    assert states.snapshot_target([]) == 2
+    states.written(2, [1, 2], CPU)
+    assert states.snapshot_target([]) == 3
+    states.written(3, [1, 2, 3], CPU)
+    assert states.longest([1, 2, 9], 3, CPU) == (2, (1, 2), CPU)  # it is used now
+    assert states.longest([1, 2, 9], 1, CPU) is None
+    assert states.longest([1, 2, 9], 3, "onnx") is None
+    assert states.snapshot_target([3]) == 2
+    assert states.snapshot_target([2, 3]) is None
+    assert not states.holds(2, [1, 2], CPU)
+    assert states.holds(3, [1, 2, 3], CPU)
+
+
+def test_a_step_never_writes_the_slot_that_it_reads() -> None:
+    states = States(2, 6)
+    assert [states.target(1, source) for source in (NO_STATE, 2, 3, 5)] == [2, 3, 2, 2]
+    assert not States(2, 0).are_used
