@@ -209,22 +209,22 @@ def _has_more_bits(layer: int, layers: int) -> bool:
 
 
 def _tensors(model: ModelSpec, preset: Preset) -> Iterator[_Tensor]:
-    width, key_width = model.width, model.key_heads * model.head_width
+    width = model.width
     experts, suffix = (model.experts, "_exps") if model.experts > 1 else (0, "")
     usual = preset.usual
     yield _Tensor("token_embd.weight", model.vocabulary, width, usual)
-    for layer in range(model.layers):
+    for layer, heads in enumerate(model.layer_heads):
         block, larger = f"blk.{layer}", preset.larger if _has_more_bits(layer, model.layers) else usual
         down = _in_whole_blocks(larger, model.neurons) if preset.experts is None else preset.experts
         rows = preset.experts or usual
         yield _Tensor(f"{block}.attn_norm.weight", 0, width, "F32")
-        yield _Tensor(f"{block}.attn_q.weight", model.query_width, width, usual)
-        yield _Tensor(f"{block}.attn_k.weight", key_width, width, usual)
-        yield _Tensor(f"{block}.attn_v.weight", key_width, width, larger)
+        yield _Tensor(f"{block}.attn_q.weight", heads.query_width, width, usual)
+        yield _Tensor(f"{block}.attn_k.weight", heads.key_width, width, usual)
+        yield _Tensor(f"{block}.attn_v.weight", heads.key_width, width, larger)
         if model.head_norm or model.joint_norm:
-            for part, length in zip(("q", "k"), norm_widths(model), strict=True):
+            for part, length in zip(("q", "k"), norm_widths(model, heads), strict=True):
                 yield _Tensor(f"{block}.attn_{part}_norm.weight", 0, length, "F32")
-        yield _Tensor(f"{block}.attn_output.weight", width, model.query_width, usual)
+        yield _Tensor(f"{block}.attn_output.weight", width, heads.query_width, usual)
         norm = "post_attention_norm" if architecture(model) in ("gpt-oss", "glm4moe") else "ffn_norm"
         yield _Tensor(f"{block}.{norm}.weight", 0, width, "F32")
         for name, shape in _zeros(model, layer):

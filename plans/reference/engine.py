@@ -244,16 +244,11 @@ class ReferenceEngine:
             if not model.ffn_layers[layer]:
                 continue
             residual = layer_input if model.parallel else x
-            normed = self._input(f"layers.{layer}.ffn_norm", residual)
-            shares = self._route(layer, normed if model.router_reads == "feed_forward" else layer_input)
-            change = np.zeros_like(x)
-            for expert, ffn in enumerate(model.ffns_of(layer)):
-                chosen = np.flatnonzero(shares[:, expert])
-                if len(chosen):
-                    inputs = (attention_input[chosen], residual[chosen], normed[chosen])
-                    expert_change, fired[ffn] = self._feed_forward(layer, expert, inputs, chosen)
-                    change[chosen] += shares[chosen, expert, None] * expert_change
+            inputs = attention_input, residual, self._input(f"layers.{layer}.ffn_norm", residual)
+            change = self._experts(layer, inputs, layer_input, fired)
             x = x + scale * self._output(f"layers.{layer}.ffn_output_norm", change)
+            if model.layer_scales:
+                x = x * self._weights.vector(f"layers.{layer}.scale")
         return x, fired
 
     def logits(self, hidden: Array) -> Array:
@@ -307,6 +302,7 @@ class ReferenceEngine:
 
     def _attention(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:
         model, weights, name = self._model, self._weights, f"layers.{layer}"
+        heads = model.layer_heads[layer]
         if model.latent_width:
             return self._latent_attention(layer, normed, lengths)
         qkv = self._product(layer, "qkv", normed)
@@ -315,13 +311,17 @@ class ReferenceEngine:
         sinks = weights.vector(f"{name}.sinks") if model.attention_sinks else None
         gates = np.float32(1)
         if model.gated_attention:
-            qkv, gate_products = np.split(qkv, [-model.query_width], axis=1)
+            qkv, gate_products = np.split(qkv, [-heads.query_width], axis=1)
             gates = sigmoid(gate_products)
         mixed = []
         ends = np.cumsum(lengths)
-        heads = np.split(qkv.reshape(len(normed), -1, model.head_width), ends[:-1])
-        for end, part in zip(ends, heads, strict=True):
-            queries, keys, values = np.split(part, (model.query_heads, model.query_heads + model.key_heads), axis=1)
+        all_heads = np.split(qkv.reshape(len(normed), -1, heads.width), ends[:-1])
+        for end, part in zip(ends, all_heads, strict=True):
+            queries, keys, values = np.split(part, (heads.query_heads, heads.query_heads + heads.key_heads), axis=1)
+            if heads.value_from_key:
+                values = keys
+            if model.value_norm:
+                values = rms_norm(values, np.ones(heads.width, dtype=np.float32), model.norm_epsilon)
             scale = model.local_attention_scale if model.local_layers[layer] else model.attention_scale
             queries = self._placed(layer, "query_norm", queries) * np.float32(scale)
             keys = self._placed(layer, "key_norm", keys)
@@ -390,7 +390,28 @@ class ReferenceEngine:
         scaled: Array = rotated * np.tile(scales, 2)
         return scaled
 
-    def _route(self, layer: int, x: Array) -> Array:
+    def _experts(self, layer: int, inputs: tuple[Array, Array, Array], layer_input: Array, fired: np.ndarray) -> Array:
+        """Return what the feed-forward adds to the residual stream, before its norm. Sets the firing counts.
+
+        inputs: attention_input, residual and feed_forward_input of LayerRun
+        """
+        model, (attention_input, residual, normed) = self._model, inputs
+        shares = self._route(layer, normed if model.router_reads == "feed_forward" else layer_input, residual)
+        shared = np.zeros_like(residual)
+        routed = np.zeros_like(residual) if model.branch_norms else shared
+        routed_input = self._normed(f"layers.{layer}.routed_norm", residual) if model.branch_norms else normed
+        for expert, ffn in enumerate(model.ffns_of(layer)):
+            is_routed = expert < model.routed_experts(layer)
+            if len(chosen := np.flatnonzero(shares[:, expert])):
+                read = (attention_input[chosen], residual[chosen], (routed_input if is_routed else normed)[chosen])
+                change, fired[ffn] = self._feed_forward(layer, expert, read, chosen)
+                (routed if is_routed else shared)[chosen] += shares[chosen, expert, None] * change
+        if not model.branch_norms:
+            return shared
+        routed = self._normed(f"layers.{layer}.routed_output_norm", routed)
+        return self._normed(f"layers.{layer}.shared_output_norm", shared) + routed
+
+    def _route(self, layer: int, x: Array, residual: Array) -> Array:
         """Return the factor of each expert's output for each token, [tokens, experts of the layer]."""
         model = self._model
         always = np.ones((len(x), model.expert_counts[layer] - model.routed_experts(layer)), dtype=np.float32)
@@ -399,12 +420,17 @@ class ReferenceEngine:
         if model.shared_gate:
             gate = x @ self._weights.vector(f"layers.{layer}.shared_gate")
             always *= (1 / (1 + np.exp(-gate)))[:, None]
+        if model.router_norm:
+            x = rms_norm(residual, self._weights.vector(f"layers.{layer}.router_norm"), model.norm_epsilon)
         router = self._weights.vector(f"layers.{layer}.router").reshape(model.experts, model.width)
         values = x @ router.T
         if model.router_bias:
             values = values + self._weights.vector(f"layers.{layer}.router.bias")
         bias = self._weights.vector(f"layers.{layer}.router.choosing_bias") if model.choosing_bias else None
-        return np.concatenate((expert_shares(model, values, bias), always), axis=1)
+        shares = expert_shares(model, values, bias)
+        if model.expert_scales:
+            shares = shares * self._weights.vector(f"layers.{layer}.expert_scales")
+        return np.concatenate((shares, always), axis=1)
 
     def _feed_forward(
         self, layer: int, expert: int, inputs: tuple[Array, Array, Array], tokens: np.ndarray

@@ -36,7 +36,11 @@ CASES = [(name, "f16") for name in SPECS] + [
     (name, q) for name in ("opt", "ungated relu2", "parallel", "turbosparse", "gpt-oss", "glm") for q in ("q8", "q4")
 ]
 CASES += [(name, q) for name in SPECS if name.startswith("latents") for q in ("q8", "q4", "q4k")]
-CASES += [(name, q) for name in ("norms after", "mixture with norms after", "gemma") for q in ("q8", "q4")]
+CASES += [
+    (name, q)
+    for name in ("norms after", "mixture with norms after", "gemma", "heads of layers", "gemma 4")
+    for q in ("q8", "q4")
+]
 CASES += [(name, "q3") for name in ("many neurons", "turbosparse")]
 CASES += [("parallel", "q4k"), ("turbosparse", "q4k"), ("opt", "q5k"), ("many neurons", "q6k")]
 CASES += [("opt", "iq4"), ("turbosparse", "mxfp4"), ("gpt-oss", "mxfp4"), ("parallel", "q4h")]
