@@ -16,7 +16,7 @@ from neuronpipe.plans.lab.gguf_counterpart import MIN_VOCABULARY, write_gguf_cou
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.manifest import EMBEDDINGS
-from neuronpipe.plans.reference.engine import expert_shares
+from neuronpipe.plans.reference.expert_shares import expert_shares
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
 
