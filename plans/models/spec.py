@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from neuronpipe.plans.models.attention_sizes import AttentionSizes
 from neuronpipe.plans.models.expert_numbers import ExpertNumbers
+from neuronpipe.plans.models.layer_properties import LayerProperties
 from neuronpipe.plans.models.recurrent_sizes import Mixer, RecurrentSizes
 from neuronpipe.protocol.frozen import frozen
 
@@ -140,7 +141,7 @@ class LayerKind:
 
 
 @frozen(kw_only=True)
-class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
+class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties, RecurrentSizes):
     """An architecture with its sizes. Raises SpecError if fields contradict each other or are out of range.
 
     family: name of the family in plans/models/, only for messages and tables
@@ -379,67 +380,6 @@ class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
     @cached_property
     def layers(self) -> int:
         return sum(kind.layers for kind in self.layer_kinds)
-
-    @property
-    def windows_tokens(self) -> tuple[int, ...]:
-        """Attention window of each layer in tokens; 0: none."""
-        return tuple(kind.window_tokens for kind in self.layer_kinds for _ in range(kind.layers))
-
-    @property
-    def rotary_layers(self) -> tuple[bool, ...]:
-        """For each layer, True if its heads are rotated."""
-        rotary = self.positions == "rotary"
-        return tuple(
-            rotary and kind.rotary and kind.mixer == "attention"
-            for kind in self.layer_kinds
-            for _ in range(kind.layers)
-        )
-
-    @cached_property
-    def ffn_layers(self) -> tuple[bool, ...]:
-        """For each layer, True if it has a feed-forward."""
-        return tuple(kind.feed_forward for kind in self.layer_kinds for _ in range(kind.layers))
-
-    @cached_property
-    def local_layers(self) -> tuple[bool, ...]:
-        """For each layer, True if its heads are rotated by the local table."""
-        return tuple(kind.local_positions for kind in self.layer_kinds for _ in range(kind.layers))
-
-    @property
-    def norms_before(self) -> bool:
-        """True if attention and feed-forward read the normed residual stream."""
-        return self.norms != "after"
-
-    @property
-    def norms_after(self) -> bool:
-        """True if the outputs of attention and feed-forward are normed before they are added."""
-        return self.norms != "before"
-
-    @property
-    def change_width(self) -> int:
-        """Number of a token's values that are normed before they are added to the residual stream."""
-        return self.width * (2 if self.branch_norms else 1) if self.norms_after else 0
-
-    @property
-    def read_whole(self) -> bool:
-        """True if a token needs nearly all pages of an expert that computes it. With SiLU every neuron fires; with ReLU
-        in the small experts of SmallThinker about 40 % do, which touches almost every page."""
-        return self.all_neurons_fire or (self.activation == "relu" and self.experts > 1)
-
-    @property
-    def all_neurons_fire(self) -> bool:
-        """True if no neuron has a value of exactly 0, so that every neuron of a chosen expert is needed."""
-        return self.activation in ("silu", "clamped_swiglu", "gelu")
-
-    @property
-    def ffn_matrices(self) -> tuple[str, ...]:
-        """The matrices of the feed-forward, the trigger first."""
-        return ("gate", "up", "down") if self.gated else ("up", "down")
-
-    @property
-    def trigger(self) -> Literal["gate", "up"]:
-        """The matrix whose row decides whether a neuron fires."""
-        return "gate" if self.gated else "up"
 
 
 # Manifests omit these fields while they have ModelSpec's defaults, so that older packages keep their ids.
