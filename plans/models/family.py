@@ -212,6 +212,7 @@ class GgufArchitecture:
     local_theta: base of the rotary positions of layers with windows, which nothing scales; 0: that of the other layers;
         None: all layers have the same table
     layers_scaled_by_width: number of layers of the one size whose scores are divided by the root of width / query_heads
+    gemma4_layers: layers are those of Gemma 4 (gguf_gemma4.py)
     """
 
     interleaved: bool
@@ -241,6 +242,7 @@ class GgufArchitecture:
     logit_cap: float = 0.0
     local_theta: float | None = None
     layers_scaled_by_width: int = 0
+    gemma4_layers: bool = False
 
 
 @frozen(kw_only=True)

@@ -15,7 +15,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import FULL, SLIDING, build_spec, refuse_biases, sizes, sliding_windows
-from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames, named_activation
+from neuronpipe.plans.models.family import (
+    Architecture,
+    Choices,
+    Family,
+    GgufArchitecture,
+    TensorNames,
+    named_activation,
+)
 from neuronpipe.plans.models.gemma import GEMMA3_NAMES, LOCAL_THETA, OTHER_TOWERS
 from neuronpipe.plans.models.mixture_configuration import Mixture
 from neuronpipe.plans.models.spec import MAX, MAX_THRESHOLD, MIN_SCALE, LayerKind, ModelSpec, joined_runs
@@ -193,6 +200,16 @@ FAMILY = Family(
             harmless=OTHER_TOWERS,
             local_theta=LOCAL_THETA,
             part="text_config",
+        ),
+    },
+    gguf={
+        "gemma4": GgufArchitecture(
+            interleaved=False,
+            activation="gelu",
+            norms="both",
+            scales_embedding=True,
+            local_theta=LOCAL_THETA,
+            gemma4_layers=True,
         ),
     },
 )
