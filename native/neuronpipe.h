@@ -143,7 +143,7 @@ int np_gguf_fits(int encoding, int type);
  * values that fp16 cannot express (rows so far may have been written). */
 int np_unpack_gguf_rows(int encoding, const void *stored, size_t rows, size_t n, int type, void *quants, void *scales);
 
-/* out = x / rms(x) * weight, rms with epsilon under the root. out may be x. */
+/* out = x / rms(x) * weight, rms with epsilon under the root. out may be x. weight NULL: 1 for all. */
 void np_rms_norm(const float *x, const float *weight, size_t n, float epsilon, float *out);
 
 /* out = (x - mean(x)) / deviation(x) * weight + bias, the deviation with epsilon under the root. out may be x. */
@@ -604,9 +604,11 @@ typedef struct {
     int32_t norm;                   /* NP_NORM_RMS, NP_NORM_LAYER: of the residual stream */
     float norm_epsilon;             /* of all norms */
     int32_t norms;                  /* NP_NORMS_* */
+    int32_t branch_norms;           /* 1: with NP_NORMS_BOTH, experts that a router chooses have norms of input and output besides those of the others */
     int32_t head_norm;              /* 1: each head of queries and keys is RMS-normed before it is rotated */
     int32_t norm_after_rotation;    /* 1: with head_norm, after they are rotated */
     int32_t joint_norm;             /* 1: all heads of queries are RMS-normed together before they are rotated, and all heads of keys */
+    int32_t value_norm;             /* 1: each head of values is RMS-normed, without weights */
     int32_t rotary;                 /* 1: heads are rotated; 0: learned position embeddings are added to the token embeddings */
     int32_t type;                   /* the inputs of the layers' matrices are prepared for this type: each has it, or another that reads the same inputs. With
                                      * NP_SILU, NP_CLAMPED_SWIGLU and NP_GELU attention's matrices may have any quantized type */
@@ -656,6 +658,8 @@ typedef struct {
     uint32_t cached_before; /* elements of a position in the KV cache of the layers before */
     int32_t mixer;          /* NP_MIXER_* */
     uint32_t state_before;  /* elements of a state in the layers before */
+    uint32_t key_heads, head_width; /* of this layer; shape has the usual ones. Layers with the same table of positions have one width */
+    int32_t value_from_key; /* 1: qkv has no rows of values: a value is the product of a key's rows, before it is normed and rotated */
     np_matrix qkv, attention_output;
     np_matrix recurrent_input, recurrent_output; /* of recurrent layers: rows of channels (queries, keys, values; with NP_MIXER_CONVOLUTION two factors), then
                                                   * of the gate; there are no attention matrices then */
@@ -668,11 +672,16 @@ typedef struct {
                                         * multiplied with the elements of queries, and added; [query_heads*value_width, latent_width] */
     np_norm attention_norm, ffn_norm;               /* unless shape.norms is NP_NORMS_AFTER */
     np_norm attention_output_norm, ffn_output_norm; /* unless shape.norms is NP_NORMS_BEFORE */
+    np_norm routed_norm, routed_output_norm, shared_output_norm; /* with shape.branch_norms: of the experts that the router chooses, and of the
+                                                     * others' output. The others read through ffn_norm; ffn_output_norm is of the sum of both */
+    const float *scale;                             /* a factor of the residual stream behind the layer; NULL: none. Not with NP_NORMS_BEFORE */
     const float *qkv_bias, *attention_output_bias;  /* NULL: none */
-    const float *query_norm, *key_norm;             /* [head_width] with shape.head_norm; all heads' widths with shape.joint_norm */
+    const float *query_norm, *key_norm;             /* [head_width of the layer] with shape.head_norm; all heads' widths with shape.joint_norm */
     const float *latent_norm, *query_down_norm;     /* [latent_width], [query_rank]; their epsilon is 1e-6 */
     const float *gate_bias, *up_bias, *down_bias;   /* [experts][neurons] twice, [experts][width]; NULL: none */
     const float *router, *router_bias;              /* [routed_experts][width], [routed_experts]; router_bias NULL: none */
+    const float *router_norm;                       /* [width] RMS norm of the feed-forward's input that the router reads through; NULL: as the experts */
+    const float *expert_scales;                     /* [routed_experts] factors of shares; NULL: none */
     const float *choosing_bias;                     /* [routed_experts], added to scores when experts are chosen; NULL: none */
     const float *shared_gate;                       /* [width]: outputs of experts that compute every token are multiplied by the sigmoid of its product
                                                      * with the router's input; NULL: they are not */
@@ -687,7 +696,7 @@ typedef struct {
     np_matrix embedding, output;
     np_norm output_norm;
     const float *output_bias;        /* [vocabulary]; NULL: none */
-    const float *inverse_frequency;  /* [head_width/2], with latents [rotary_width/2]; with shape.rotary; 0: the pair is not rotated */
+    const float *inverse_frequency;  /* [head_width/2] of its layers, with latents [rotary_width/2]; with shape.rotary; 0: the pair is not rotated */
     const float *local_inverse_frequency; /* the same, if a layer has local positions */
     const float *position_embedding; /* [context_tokens][width], without shape.rotary */
     const np_layer *layers;
@@ -701,18 +710,19 @@ enum np_activity { NP_TRIGGERED = 1, NP_FIRED = 2, NP_ACTIVE = 4 };
  * and one of its experts; G: the minimum of P and experts. */
 typedef struct {
     float *residual;   /* [T][width] */
-    float *queries;    /* [T][query_heads*head_width]; with latents, L = latent_width+rotary_width: [T][the most of query_heads*L,
+    float *queries;    /* [T][query_heads*head_width], the most of any layer; with latents, L = latent_width+rotary_width: [T][the most of query_heads*L,
                         * query_heads*value_width, L+query_rank] */
     float *attention;  /* likewise */
     float *hidden;     /* [P][blocks*block_neurons]: gates, if any; then values */
     float *partials;   /* [partial_tokens*experts_per_token][blocks][width] */
-    float *changes;    /* [T][width] outputs of attention and feed-forward before their norms; unused with NP_NORMS_BEFORE */
+    float *changes;    /* [T][width] outputs of attention and feed-forward before their norms, with branch_norms [T][2][width]: of the experts that compute
+                        * every token, then of the others; unused with NP_NORMS_BEFORE */
     float *ranks;      /* [P][predictor_rank]; NULL without a predictor */
     uint8_t *predicted;/* [G][blocks*block_neurons][(T+7)/8], bit t%8 of byte t/8: predicted for token t of the group; NULL without a
                         * predictor */
     uint32_t *claims;  /* [np_engine_claims(layers)], zeroed before every step */
     float *logits;     /* [logit_rows][vocabulary] */
-    uint16_t *kv;      /* of each layer [sequences][key_heads][2][context_tokens][head_width]; with latents
+    uint16_t *kv;      /* of each layer [sequences][key_heads][2][context_tokens][head_width], its own sizes; with latents
                         * [sequences][context_tokens][latent_width+rotary_width] */
     float *states;     /* [state_slots][state_elements]: for each recurrent layer the last inputs of its convolution, the earliest first, then memories
                         * [state_heads][state_key_width][state_value_width] */

@@ -24,16 +24,17 @@
 /* The keys (which 0) or values (which 1) of one layer, sequence and key head: [context_tokens][head_width]. */
 static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequence, uint32_t key_head, uint32_t which)
 {
-    const np_shape *s = &engine->shape;
-    const size_t head = ((size_t)sequence * s->key_heads + key_head) * 2 + which;
-    return np_layer_kv(engine, layer) + head * s->context_tokens * s->head_width;
+    const np_layer *l = &engine->fixed.layers[layer];
+    const size_t head = ((size_t)sequence * l->key_heads + key_head) * 2 + which;
+    return np_layer_kv(engine, layer) + head * engine->shape.context_tokens * l->head_width;
 }
 
-static void rotate(const np_engine *engine, const float *inverse_frequency, int32_t position, float *head)
+static void rotate(const np_engine *engine, const np_layer *l, int32_t position, float *head)
 {
     const np_shape *s = &engine->shape;
-    const size_t half = s->head_width / 2;
-    np_rope(head, s->head_width, inverse_frequency, position);
+    const float *inverse_frequency = l->local_positions ? engine->fixed.local_inverse_frequency : engine->fixed.inverse_frequency;
+    const size_t half = l->head_width / 2;
+    np_rope(head, l->head_width, inverse_frequency, position);
     for (size_t j = 0; s->rotary_scale != 1.0f && j < half; j++)
         if (inverse_frequency[j] != 0.0f) {
             head[j] *= s->rotary_scale;
@@ -46,18 +47,17 @@ static void norm_and_rotate(const np_engine *engine, const np_layer *l, const fl
 {
     const np_shape *s = &engine->shape;
     if (s->head_norm && !s->norm_after_rotation)
-        np_rms_norm(head, norm, s->head_width, s->norm_epsilon, head);
+        np_rms_norm(head, norm, l->head_width, s->norm_epsilon, head);
     if (s->rotary && l->rotary)
-        rotate(engine, l->local_positions ? engine->fixed.local_inverse_frequency : engine->fixed.inverse_frequency, position, head);
+        rotate(engine, l, position, head);
     if (s->norm_after_rotation)
-        np_rms_norm(head, norm, s->head_width, s->norm_epsilon, head);
+        np_rms_norm(head, norm, l->head_width, s->norm_epsilon, head);
 }
 
 /* Where the keys of a token are kept until all of its heads are known: attention is written later. */
 static float *raw_key(np_engine *engine, uint32_t t)
 {
-    const np_shape *s = &engine->shape;
-    return engine->shared.attention + (size_t)t * s->heads_width;
+    return engine->shared.attention + (size_t)t * engine->shape.heads_width;
 }
 
 /* Norm all heads of queries together, and all heads of keys, then rotate them. Participants share the tokens. */
@@ -65,15 +65,15 @@ static void norm_jointly(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
-    const size_t width = s->head_width;
+    const size_t width = l->head_width;
     const np_range tokens = np_even_share(engine, engine->count);
     for (uint32_t t = tokens.from; t < tokens.to; t++) {
         float *query = engine->shared.queries + (size_t)t * s->heads_width, *key = raw_key(engine, t);
         np_rms_norm(query, l->query_norm, s->query_heads * width, s->norm_epsilon, query);
-        np_rms_norm(key, l->key_norm, s->key_heads * width, s->norm_epsilon, key);
+        np_rms_norm(key, l->key_norm, l->key_heads * width, s->norm_epsilon, key);
         for (uint32_t head = 0; head < s->query_heads; head++)
             norm_and_rotate(engine, l, NULL, engine->position[t], query + head * width);
-        for (uint32_t head = 0; head < s->key_heads; head++) {
+        for (uint32_t head = 0; head < l->key_heads; head++) {
             norm_and_rotate(engine, l, NULL, engine->position[t], key + head * width);
             np_f32_to_f16(key + head * width, width,
                           kv_of(engine, layer, (uint32_t)engine->sequence[t], head, 0) + (size_t)engine->position[t] * width);
@@ -81,29 +81,41 @@ static void norm_jointly(np_engine *engine, uint32_t layer)
     }
 }
 
+/* Store a value, normed if the model does. It may be overwritten. */
+static void store_value(np_engine *engine, uint32_t layer, uint32_t key_head, uint32_t t, float *value)
+{
+    const size_t position = (size_t)engine->position[t], width = engine->fixed.layers[layer].head_width;
+    if (engine->shape.value_norm)
+        np_rms_norm(value, NULL, width, engine->shape.norm_epsilon, value);
+    np_f32_to_f16(value, width, kv_of(engine, layer, (uint32_t)engine->sequence[t], key_head, 1) + position * width);
+}
+
 static void store_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_t t, float *values)
 {
     const np_layer *l = &engine->fixed.layers[layer];
     const np_shape *s = &engine->shape;
-    const size_t position = (size_t)engine->position[t], width = s->head_width;
+    const size_t position = (size_t)engine->position[t], width = l->head_width;
     const uint32_t sequence = (uint32_t)engine->sequence[t];
-    const uint32_t all_heads = s->query_heads + 2 * s->key_heads; /* behind them the gate of attention's output */
+    const uint32_t first_gate = s->query_heads + (l->value_from_key ? 1 : 2) * l->key_heads;
     float *queries = engine->shared.queries + (size_t)t * s->heads_width;
-    if (head >= all_heads) {
-        memcpy(queries + (s->query_heads + head - all_heads) * width, values, width * sizeof *values);
+    if (l->value_from_key && head >= s->query_heads && head < first_gate) {
+        memcpy(engine->vector, values, width * sizeof *values);
+        store_value(engine, layer, head - s->query_heads, t, engine->vector);
+    }
+    if (head >= first_gate) { /* of attention's output */
+        memcpy(queries + (s->query_heads + head - first_gate) * width, values, width * sizeof *values);
     } else if (head < s->query_heads) {
         float *query = queries + head * width;
         memcpy(query, values, width * sizeof *values);
         if (!s->joint_norm)
             norm_and_rotate(engine, l, l->query_norm, engine->position[t], query);
-    } else if (head < s->query_heads + s->key_heads && s->joint_norm) {
+    } else if (head < s->query_heads + l->key_heads && s->joint_norm) {
         memcpy(raw_key(engine, t) + (head - s->query_heads) * width, values, width * sizeof *values);
-    } else if (head < s->query_heads + s->key_heads) {
+    } else if (head < s->query_heads + l->key_heads) {
         norm_and_rotate(engine, l, l->key_norm, engine->position[t], values);
         np_f32_to_f16(values, width, kv_of(engine, layer, sequence, head - s->query_heads, 0) + position * width);
     } else {
-        const uint32_t key_head = head - s->query_heads - s->key_heads;
-        np_f32_to_f16(values, width, kv_of(engine, layer, sequence, key_head, 1) + position * width);
+        store_value(engine, layer, head - s->query_heads - l->key_heads, t, values);
     }
 }
 
@@ -126,11 +138,9 @@ static void get_products(np_engine *engine, const np_matrix *matrix, uint32_t fi
 
 static void compute_heads(np_engine *engine, uint32_t layer)
 {
-    const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
-    const uint32_t width = s->head_width;
+    const uint32_t width = l->head_width, heads = np_qkv_heads(&engine->shape, l);
     const uint64_t started = np_clock_ns();
-    const uint32_t heads = np_qkv_rows(s) / width;
     if (np_is_offloaded_elsewhere(engine, NP_OFFLOAD_QKV))
         return;
     for (uint32_t head; (head = np_claim(engine, layer, NP_WORK_QKV, heads)) != NP_NONE;) {
@@ -146,13 +156,14 @@ static void compute_heads(np_engine *engine, uint32_t layer)
 static void attend(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
-    const size_t width = s->head_width;
-    const uint32_t window = engine->fixed.layers[layer].window_tokens;
-    const uint32_t heads_per_key = s->query_heads / s->key_heads;
-    const uint32_t heads = s->key_heads * engine->count >= engine->participants ? heads_per_key : 1;
-    const float *sinks = engine->fixed.layers[layer].sinks;
-    const float factor = engine->fixed.layers[layer].local_positions ? s->local_attention_scale : s->attention_scale;
-    const float scale = factor / __builtin_sqrtf((float)s->head_width);
+    const np_layer *l = &engine->fixed.layers[layer];
+    const size_t width = l->head_width;
+    const uint32_t window = l->window_tokens;
+    const uint32_t heads_per_key = s->query_heads / l->key_heads;
+    const uint32_t heads = l->key_heads * engine->count >= engine->participants ? heads_per_key : 1;
+    const float *sinks = l->sinks;
+    const float factor = l->local_positions ? s->local_attention_scale : s->attention_scale;
+    const float scale = factor / __builtin_sqrtf((float)l->head_width);
     const uint64_t started = np_clock_ns();
     const uint32_t pieces = s->query_heads / heads * engine->count;
     for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NONE;) {
@@ -182,9 +193,9 @@ void np_begin_projection(np_engine *engine)
     const np_matrix *output = output_matrix(l);
     const float *inputs = s->latent_width ? engine->shared.queries : engine->shared.attention;
     const int is_recurrent = np_is_recurrent(l->mixer);
-    engine->vectors.type = output->quants ? output->type : engine->shape.type;
-    np_prepare_vectors(engine, &engine->vectors, is_recurrent ? np_recurrent_outputs(engine, l) : inputs, engine->count,
-                       np_heads_width(s), is_recurrent ? np_gate_width(s, l) : np_output_columns(s), NULL);
+    engine->vectors.type = output->quants ? output->type : s->type;
+    np_prepare_vectors(engine, &engine->vectors, is_recurrent ? np_recurrent_outputs(engine, l) : inputs, engine->count, s->heads_width,
+                       is_recurrent ? np_gate_width(s, l) : np_output_columns(s, l), NULL);
 }
 
 int np_project(np_engine *engine, uint32_t layer)
@@ -209,14 +220,14 @@ int np_add_projection(np_engine *engine, uint32_t layer)
         for (uint32_t t = 0; t < engine->count; t++) {
             float *products = engine->rows + t * engine->max_rows;
             if (np_norms_outputs(engine))
-                memcpy(engine->shared.changes + (size_t)t * s->width + row, products, rows * sizeof *products);
+                memcpy(np_changes_of(engine, t, 0) + row, products, rows * sizeof *products);
             else
-                np_add_change(engine, t, row, rows, products);
+                np_add_change(engine, t, 0, row, rows, products);
         }
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_PROJECT, layer, 0, engine->step, started);
     const int done = np_meet(engine);
-    return done >= 0 && np_norms_outputs(engine) ? np_add_normed_changes(engine, &l->attention_output_norm) : done;
+    return done >= 0 && np_norms_outputs(engine) ? np_add_attention_changes(engine, l) : done;
 }
 
 static int predict(np_engine *engine, const np_norm *norm)

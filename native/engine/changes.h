@@ -16,12 +16,16 @@ static inline const np_norm *np_input_norm(const np_engine *engine, const np_nor
     return engine->shape.norms == NP_NORMS_AFTER ? NULL : norm;
 }
 
+/* The changes of a token. branch: with norms of branches 1 for the experts that a router chooses, otherwise 0 */
+float *np_changes_of(const np_engine *engine, uint32_t token, uint32_t branch);
 /* Add values, times the model's residual scale, to columns of a token's residual stream, or as they are to those of its
  * changes. The values may be overwritten. */
-void np_add_change(np_engine *engine, uint32_t token, uint32_t column, uint32_t count, float *values);
+void np_add_change(np_engine *engine, uint32_t token, uint32_t branch, uint32_t column, uint32_t count, float *values);
 /* Set the columns of `changes` that this participant adds block sums to, in every call of np_add_sums, to zero. */
 void np_clear_own_changes(np_engine *engine);
-/* Norm each token's changes and add them to its residual stream, and meet. All participants have met before. */
-int np_add_normed_changes(np_engine *engine, const np_norm *norm);
+/* Norm each token's changes and add them to its residual stream, and meet. All participants have met before. Behind the
+ * feed-forward the residual stream is multiplied by the layer's scale as well. */
+int np_add_attention_changes(np_engine *engine, const np_layer *l);
+int np_add_feed_forward_changes(np_engine *engine, const np_layer *l);
 
 #endif

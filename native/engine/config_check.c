@@ -41,16 +41,15 @@ static const char *invalid_size(const np_shape *s)
                                (s->router == NP_ROUTER_SPARSEMIXER && s->chosen_per_token == 2 && s->normalized_shares && s->router_groups == 1)},
                 {"router_jitter", s->router == NP_ROUTER_SPARSEMIXER ? s->router_jitter >= 0.0f && s->router_jitter <= 0.5f : s->router_jitter == 0.0f},
                 {"router_reads", s->router_reads == NP_READS_FEED_FORWARD || s->router_reads == NP_READS_LAYER},
-                {"key_heads", s->key_heads > 0},
-                {"head_width", s->head_width && (!s->rotary || s->latent_width || s->head_width % 2 == 0)},
+                {"key_heads", s->key_heads > 0}, {"head_width", s->head_width > 0},
                 {"latent_width", s->latent_width <= NP_MAX_LATENT && (!s->latent_width || fits_latents(s))},
                 {"rotary_width", s->latent_width ? s->rotary_width && s->rotary_width < s->head_width && s->rotary_width % 2 == 0 : !s->rotary_width},
                 {"value_width", (s->latent_width > 0) == (s->value_width > 0)},
                 {"query_rank", !s->query_rank || (s->latent_width && s->query_rank <= NP_MAX_LATENT && np_quant_bytes(s->type, s->query_rank) > 0)},
-                {"query_heads", s->query_heads && s->key_heads && s->query_heads % s->key_heads == 0 &&
-                                    np_quant_bytes(s->type, np_output_columns(s)) > 0},
+                {"query_heads", s->query_heads > 0},
                 {"vocabulary", s->vocabulary > 0}, {"context_tokens", s->context_tokens > 0},
                 {"norm", s->norm == NP_NORM_RMS || s->norm == NP_NORM_LAYER},
+                {"branch_norms", !s->branch_norms || (s->norms == NP_NORMS_BOTH && s->experts > 1)},
                 {"norms", s->norms == NP_NORMS_BEFORE || ((s->norms == NP_NORMS_AFTER || s->norms == NP_NORMS_BOTH) && !s->parallel)},
                 {"score_cap", s->score_cap >= 0.0f && isfinite(s->score_cap)}, {"logit_cap", s->logit_cap >= 0.0f && isfinite(s->logit_cap)},
                 {"activation", s->activation == NP_RELU || s->activation == NP_RELU2 ||
@@ -258,6 +257,22 @@ static const char *invalid_experts(const np_shape *s, const np_fixed *fixed)
     return NULL;
 }
 
+/* Check the sizes of every layer's heads. Runtimes and accelerators compute those of the shape only. */
+static const char *invalid_heads(const np_shape *s, const np_fixed *fixed, const np_engine_config *p)
+{
+    for (uint32_t n = 0; n < s->layers; n++) {
+        const np_layer *l = &fixed->layers[n];
+        const int differs = l->key_heads != s->key_heads || l->head_width != s->head_width || l->value_from_key;
+        if (!l->head_width || (s->rotary && !s->latent_width && l->head_width % 2))
+            return "head_width";
+        if (!l->key_heads || s->query_heads % l->key_heads || !np_quant_bytes(s->type, np_output_columns(s, l)))
+            return "query_heads";
+        if ((differs && (s->latent_width || p->external_products || p->offload_blocks)) || (s->latent_width && s->value_norm))
+            return differs ? "key_heads" : "value_norm";
+    }
+    return NULL;
+}
+
 /* Check that the norms and the table of rotary positions that a layer needs exist. */
 static const char *invalid_norms(const np_shape *s, const np_fixed *fixed, const np_engine_config *p)
 {
@@ -267,6 +282,14 @@ static const char *invalid_norms(const np_shape *s, const np_fixed *fixed, const
             return "attention_output_norm";
         if (s->norms != NP_NORMS_BEFORE && !l->ffn_output_norm.weight)
             return "ffn_output_norm";
+        if (s->branch_norms && !(l->routed_norm.weight && l->routed_output_norm.weight && l->shared_output_norm.weight))
+            return "branch_norms";
+        if (l->scale && s->norms == NP_NORMS_BEFORE)
+            return "scale";
+        if (l->router_norm && s->router_reads != NP_READS_FEED_FORWARD)
+            return "router_norm";
+        if (l->expert_scales && (p->external_products || p->offload_blocks))
+            return "expert_scales";
         if (l->local_positions && (!s->rotary || !fixed->local_inverse_frequency || p->external_products || p->offload_blocks))
             return "local_positions";
         if (l->local_positions && !(s->local_attention_scale > 0.0f && isfinite(s->local_attention_scale)))
@@ -303,6 +326,8 @@ const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const
         wrong = fixed->layers ? invalid_experts(shape, fixed) : "layers";
     if (!wrong)
         wrong = invalid_mixer(shape, fixed);
+    if (!wrong)
+        wrong = invalid_heads(shape, fixed, config);
     if (!wrong)
         wrong = invalid_matrix(shape, fixed);
     if (!wrong)

@@ -75,12 +75,15 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
 
     const size_t tokens = config->max_tokens;
     const size_t of_states = (size_t)shape->state_heads * shape->state_value_width;
-    const size_t max_n = larger(larger(shape->width, np_output_columns(shape)), larger(larger(shape->latent_width, shape->query_rank), of_states));
+    size_t max_n = larger(larger(shape->width, of_states), larger(shape->latent_width, shape->query_rank)), max_head_width = shape->value_width;
+    for (uint32_t n = 0; n < shape->layers; n++) {
+        max_n = larger(max_n, np_output_columns(shape, &fixed->layers[n]));
+        max_head_width = larger(max_head_width, fixed->layers[n].head_width);
+    }
     engine->layer_neurons = (size_t)shape->blocks * shape->block_neurons;
     engine->mask_bytes = (tokens + 7) / 8;
     const size_t pairs = tokens * shape->experts_per_token, groups = larger(1, smaller(pairs, shape->experts));
-    engine->max_rows = larger(NP_PIECE_ROWS, larger(larger(shape->head_width, shape->value_width), 2 * (size_t)shape->block_neurons));
-    engine->max_rows = larger(engine->max_rows, np_state_rows(shape));
+    engine->max_rows = larger(NP_PIECE_ROWS, larger(larger(max_head_width, np_state_rows(shape)), 2 * (size_t)shape->block_neurons));
 
     engine->sequence = aligned_zeros(tokens * sizeof(int32_t));
     engine->position = aligned_zeros(tokens * sizeof(int32_t));
@@ -131,6 +134,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
         complete &= vectors_create(&engine->ranks, shape->predictor_type, shape->predictor_rank, tokens);
     if (shape->experts > 1)
         complete &= vectors_create(&engine->gathered, shape->type, max_n, tokens);
+    if (shape->branch_norms)
+        complete &= vectors_create(&engine->routed, shape->type, shape->width, tokens);
     if (shape->experts > 1 && np_predictor_has_input(shape))
         complete &= vectors_create(&engine->gathered_input, shape->predictor_type, shape->width, tokens);
     if (shape->down_by_output)
@@ -163,7 +168,8 @@ void np_engine_destroy(np_engine *engine)
     free(engine->position);
     free(engine->token);
     free(engine->runs);
-    np_vectors *all[] = {&engine->vectors, &engine->predictor_input, &engine->ranks, &engine->gathered, &engine->gathered_input, &engine->values};
+    np_vectors *all[] = {&engine->vectors,        &engine->predictor_input, &engine->ranks, &engine->routed, &engine->gathered,
+                         &engine->gathered_input, &engine->values};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         free(all[i]->prepared);
         free(all[i]->panel);

@@ -99,11 +99,12 @@ struct np_engine {
     np_vectors vectors;         /* inputs of the matrices and neurons in work; of their type */
     np_vectors predictor_input; /* the predictor's input where it differs from `vectors` (np_predictor_has_input) */
     np_vectors ranks;           /* rank vectors of the current group */
+    np_vectors routed;          /* with branch_norms: inputs of the experts that the router chooses */
     np_vectors gathered;        /* `vectors` of the current group's tokens; unused in dense layers */
     np_vectors gathered_input;  /* the same of predictor_input */
     np_vectors values;          /* values of an expert's neurons, the inputs of down by output */
     uint32_t values_pair;       /* the first pair of the current layer whose values these are; NP_NONE: of no pair */
-    float *vector;             /* [max(width, np_output_columns, latent_width, query_rank)] */
+    float *vector;             /* [max(width, np_output_columns of all layers, latent_width, query_rank)] */
     float *rows;               /* [max_tokens][max_rows] results of dot products */
     size_t max_rows;
     float *scores;             /* [4][context_tokens + 1] */
@@ -211,16 +212,22 @@ static inline const float *np_bias_of(const np_engine *engine, const float *bias
     return biases ? biases + engine->group->expert * length : NULL;
 }
 
-/* The number of rows of the joint query, key and value matrix, and of the gate of attention's output. */
-static inline uint32_t np_qkv_rows(const np_shape *s)
+/* The heads whose products are rows of a layer's joint query, key and value matrix, or gates of attention's output. */
+static inline uint32_t np_qkv_heads(const np_shape *s, const np_layer *l)
 {
-    return (s->query_heads * (s->gated_attention ? 2 : 1) + 2 * s->key_heads) * s->head_width;
+    return s->query_heads * (s->gated_attention ? 2 : 1) + (l->value_from_key ? 1 : 2) * l->key_heads;
 }
 
-/* The width of a vector of the KV cache: of a head's key or value, or of a latent and a rotated key. */
+/* The number of rows of that matrix. */
+static inline uint32_t np_qkv_rows(const np_shape *s, const np_layer *l)
+{
+    return np_qkv_heads(s, l) * l->head_width;
+}
+
+/* The width of a vector of the KV cache of a model with latents: of a latent and a rotated key. */
 static inline uint32_t np_cached_width(const np_shape *s)
 {
-    return s->latent_width ? s->latent_width + s->rotary_width : s->head_width;
+    return s->latent_width + s->rotary_width;
 }
 
 /* The keys and values of one layer, of all sequences. */
@@ -229,13 +236,13 @@ static inline uint16_t *np_layer_kv(const np_engine *engine, uint32_t layer)
     return engine->shared.kv + (size_t)engine->fixed.layers[layer].cached_before * engine->config.sequences * engine->shape.context_tokens;
 }
 
-/* The number of columns of attention's output matrix. */
-static inline size_t np_output_columns(const np_shape *s)
+/* The number of columns of a layer's attention output matrix. */
+static inline size_t np_output_columns(const np_shape *s, const np_layer *l)
 {
-    return (size_t)s->query_heads * (s->latent_width ? s->value_width : s->head_width);
+    return (size_t)s->query_heads * (s->latent_width ? s->value_width : l->head_width);
 }
 
-/* The elements from one token's queries to the next one's, and likewise of attention. */
+/* The elements from one token's queries to the next one's in a model with latents, and likewise of attention. */
 static inline size_t np_heads_width(const np_shape *s)
 {
     return s->heads_width;

@@ -74,7 +74,9 @@ static void enter_group(np_engine *engine, const np_group *group)
     engine->cluster_state = engine->states + (size_t)number * clusters;
     for (int part = 0; part < NP_PARTS; part++)
         engine->slot[part] = engine->slot_tables[part] + (size_t)number * clusters;
-    engine->inputs = engine->config.external_products ? NULL : np_gather_vectors(engine, group, &engine->vectors, &engine->gathered);
+    const int is_routed = group->expert < engine->fixed.layers[engine->layer].routed_experts;
+    const np_vectors *inputs = engine->shape.branch_norms && is_routed ? &engine->routed : &engine->vectors;
+    engine->inputs = engine->config.external_products ? NULL : np_gather_vectors(engine, group, inputs, &engine->gathered);
     if (engine->is_layer_open && number >= engine->opened_groups) {
         reset_clusters(engine, (np_range){0, clusters});
         engine->opened_groups = number + 1;
@@ -410,6 +412,9 @@ int np_begin_feed_forward(np_engine *engine, uint32_t layer)
         np_clear_own_changes(engine);
     engine->vectors.type = s->type;
     np_prepare_vectors(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
+    if (s->branch_norms)
+        np_prepare_vectors(engine, &engine->routed, engine->shared.residual, engine->count, s->width, s->width,
+                           &engine->fixed.layers[layer].routed_norm);
     if (np_router_reads(engine, NP_READS_FEED_FORWARD))
         np_route_and_prefetch(engine, layer);
     if (np_predictor_runs(engine, NP_READS_FEED_FORWARD) || np_predictor_runs(engine, NP_READS_RESIDUAL)) {
@@ -440,5 +445,5 @@ int np_feed_forward(np_engine *engine, uint32_t layer)
     np_close_window(engine); /* also after errors: nothing is read from here on */
     if (done >= 0 && np_fit_all_sums(engine))
         done = np_end_feed_forward(engine);
-    return done >= 0 && np_norms_outputs(engine) ? np_add_normed_changes(engine, &engine->fixed.layers[layer].ffn_output_norm) : done;
+    return done >= 0 && np_norms_outputs(engine) ? np_add_feed_forward_changes(engine, &engine->fixed.layers[layer]) : done;
 }

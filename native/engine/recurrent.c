@@ -60,7 +60,7 @@ size_t np_mixer_width(const np_shape *s, const np_layer *l)
     if (np_is_recurrent(l->mixer))
         return (size_t)np_recurrent_rows(s, l) + np_rates(s, l);
     if (!s->latent_width)
-        return (size_t)s->query_heads * s->head_width * (s->gated_attention ? 2 : 1);
+        return (size_t)s->query_heads * l->head_width * (s->gated_attention ? 2 : 1);
     const size_t down = (size_t)np_cached_width(s) + s->query_rank;
     const size_t heads = (size_t)s->query_heads * (s->value_width > np_cached_width(s) ? s->value_width : np_cached_width(s));
     return heads > down ? heads : down;

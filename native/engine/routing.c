@@ -202,9 +202,13 @@ static void group_tokens(np_engine *engine, uint32_t layer, const float *weights
 static const float *router_input(np_engine *engine, uint32_t layer, const float *x)
 {
     const np_shape *s = &engine->shape;
-    if (s->router_reads != NP_READS_FEED_FORWARD || s->norms == NP_NORMS_AFTER)
+    const np_layer *l = &engine->fixed.layers[layer];
+    if (!l->router_norm && (s->router_reads != NP_READS_FEED_FORWARD || s->norms == NP_NORMS_AFTER))
         return x;
-    np_norm_vector(engine, &engine->fixed.layers[layer].ffn_norm, x, s->width, engine->vector);
+    if (l->router_norm)
+        np_rms_norm(x, l->router_norm, s->width, s->norm_epsilon, engine->vector);
+    else
+        np_norm_vector(engine, &l->ffn_norm, x, s->width, engine->vector);
     return engine->vector;
 }
 
@@ -243,6 +247,8 @@ void np_route_tokens(np_engine *engine, uint32_t layer)
             const float *x = router_input(engine, layer, engine->shared.residual + (size_t)t * s->width);
             choose_experts(engine, l, x, experts);
             weigh(engine, routed, experts, weights);
+            for (uint32_t n = 0; l->expert_scales && n < chosen; n++)
+                weights[n] *= l->expert_scales[experts[n]];
             share = l->shared_gate ? np_sigmoid(dot(l->shared_gate, x, s->width)) : 1.0f;
         }
         for (uint32_t expert = routed, n = chosen; expert < l->experts; expert++, n++) {

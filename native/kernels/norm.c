@@ -24,7 +24,7 @@ void np_rms_norm(const float *x, const float *weight, size_t n, float epsilon, f
         for (int j = 0; j < 8; j++) lanes[j] += (double)x[i + j] * x[i + j];
     for (size_t j = 0; i + j < n; j++) lanes[j] += (double)x[i + j] * x[i + j];
     const float scale = (float)(1.0 / sqrt(sum_of(lanes) / (double)n + epsilon));
-    for (size_t j = 0; j < n; j++) out[j] = x[j] * scale * weight[j];
+    for (size_t j = 0; j < n; j++) out[j] = weight ? x[j] * scale * weight[j] : x[j] * scale;
 }
 
 void np_layer_norm(const float *x, const float *weight, const float *bias, size_t n, float epsilon, float *out) {

@@ -218,28 +218,30 @@ class _Tensors:
             place = ffn_layer if norm.startswith("ffn") else layer
             self._take_norm(f"{prefix}.{norm}", f"{place}{self._name(norm)}")
         if self._model.mixers[number] == "attention":
-            self._take_attention(prefix, layer)
+            self._take_attention(number, prefix, layer)
         elif self._model.mixers[number] in RECURRENT:
             assert self._names.recurrent is not None
             tensors = self._names.recurrent(self._model, number)
             matrices, vectors = take_recurrent_layer(self._inventory, self._model, number, layer, tensors)
             self.matrices |= {f"{prefix}.{name}": parts for name, parts in matrices.items()}
             self.vectors |= {f"{prefix}.{name}": parts for name, parts in vectors.items()}
+        if self._model.layer_scales:
+            self.vectors[f"{prefix}.scale"] = (self._row(layer, "scale", 1),)
         if self._model.routed_experts(number) or (self._model.experts == 1 and self._model.ffn_layers[number]):
             self._take_ffn(prefix, ffn_layer)
         if self._model.experts_differ:
             self._take_always_active(number, prefix, ffn_layer)
 
-    def _take_attention(self, prefix: str, layer: str) -> None:
+    def _take_attention(self, number: int, prefix: str, layer: str) -> None:
         if self._model.latent_width:
             self._take_latent_projections(prefix, layer)
         elif self._model.gated_attention:
             self._take_gated_projections(prefix, layer)
         else:
-            self._take_projections(prefix, layer)
-        self._take_attention_output(prefix, layer)
+            self._take_projections(number, prefix, layer)
+        self._take_attention_output(number, prefix, layer)
         if self._model.head_norm or self._model.joint_norm:
-            self._take_head_norms(prefix, layer)
+            self._take_head_norms(number, prefix, layer)
         if self._model.attention_sinks:
             sinks = self._inventory.take(f"{layer}{self._name('sinks')}", self._model.query_heads)
             self.vectors[f"{prefix}.sinks"] = (sinks,)
@@ -261,11 +263,13 @@ class _Tensors:
             stored.selected(gates),
         )
 
-    def _take_projections(self, prefix: str, layer: str) -> None:
-        model, orders = self._model, self._orders
-        rows = {"query": model.query_width, "key": model.key_width, "value": model.key_width}
+    def _take_projections(self, number: int, prefix: str, layer: str) -> None:
+        model, orders, heads = self._model, self._orders, self._model.layer_heads[number]
+        rows = {"query": heads.query_width, "key": heads.key_width}
+        if not heads.value_from_key:
+            rows["value"] = heads.key_width
         if self._names.query_key_value is not None:
-            rows = {"query_key_value": model.qkv_rows}
+            rows = {"query_key_value": heads.qkv_rows}
         stored = {part: f"{layer}{getattr(self._names, part)}" for part in rows}
         self.matrices[f"{prefix}.qkv"] = tuple(
             self._weight(stored[part], rows[part], model.width).reordered(orders.get(part)) for part in rows
@@ -303,14 +307,16 @@ class _Tensors:
     def _stack(self, layer: str, field: str, rows: int, columns: int) -> tuple[StoredMatrix, ...]:
         return self._inventory.take_stack(f"{layer}{self._name(field)}.weight", self._model.query_heads, rows, columns)
 
-    def _take_attention_output(self, prefix: str, layer: str) -> None:
+    def _take_attention_output(self, number: int, prefix: str, layer: str) -> None:
         model, stored = self._model, f"{layer}{self._names.attention_output}"
-        self.matrices[f"{prefix}.attention_output"] = (self._weight(stored, model.width, model.query_width),)
+        columns = model.layer_heads[number].query_width
+        self.matrices[f"{prefix}.attention_output"] = (self._weight(stored, model.width, columns),)
         if model.output_bias:
             self.vectors[f"{prefix}.attention_output.bias"] = (self._bias(stored, model.width),)
 
-    def _take_head_norms(self, prefix: str, layer: str) -> None:
-        for part, width in zip(("query", "key"), norm_widths(self._model), strict=True):
+    def _take_head_norms(self, number: int, prefix: str, layer: str) -> None:
+        widths = norm_widths(self._model, self._model.layer_heads[number])
+        for part, width in zip(("query", "key"), widths, strict=True):
             weights = self._weight(f"{layer}{self._name(f'{part}_norm')}", width).as_column()
             order = self._orders[part][:width] if part in self._orders else None
             self.vectors[f"{prefix}.{part}_norm"] = (weights.reordered(order).plus(self._norm_offset),)
@@ -347,6 +353,11 @@ class _Tensors:
             self.vectors[f"{prefix}.router.bias"] = (self._bias(router, model.experts),)
         if model.choosing_bias:
             self.vectors[f"{prefix}.router.choosing_bias"] = (self._row(layer, "choosing_bias", model.experts),)
+        if model.router_norm:
+            norm = self._row(layer, "router_norm", model.width)
+            self.vectors[f"{prefix}.router_norm"] = (norm.times(model.width**-0.5),)
+        if model.expert_scales:
+            self.vectors[f"{prefix}.expert_scales"] = (self._row(layer, "expert_scales", model.experts),)
         if model.shared_gate:
             self.vectors[f"{prefix}.shared_gate"] = (self._row(layer, "shared_gate", model.width, ".weight"),)
 

@@ -56,7 +56,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     with ExitStack() as files:
         inventory = _inventory(path, files, open_file)
         model = architecture.read(config, inventory.has, Choices(options.activation, options.context_tokens))
-        names = architecture.tensor_names(config)
+        names = architecture.tensor_names(config, inventory.has)
         position_config, local = config, None
         if architecture.local_theta is not None:
             position_config, local_config = layer_positions(config, architecture.local_theta)
@@ -115,11 +115,12 @@ def _with_local_positions(model: ModelSpec, config: Record) -> tuple[ModelSpec, 
 
     config: the configuration of the positions of these layers
     """
-    rotated_width(config, model.head_width, partial=False)
+    width = model.table_width(is_local=True)
+    rotated_width(config, width, partial=False)
     if not any(model.local_layers):
         return model, None
-    scale = model.attention_scale * attention_scale(config)
-    return replace(model, local_attention_scale=scale), scaled_frequencies(config, model.head_width)
+    scale = model.local_attention_scale * attention_scale(config)
+    return replace(model, local_attention_scale=scale), scaled_frequencies(config, width)
 
 
 def _extra_layers(config: Record, architecture: Architecture) -> int:
@@ -139,10 +140,11 @@ def _positions(
         rotated = rotated_width(config, model.rotary_width, partial=False)
         frequencies = scaled_frequencies(config, rotated, context_tokens=model.context_tokens)
         return frequencies, latent_orders(model) if architecture.is_interleaved(config) else {}
-    rotated = rotated_width(config, model.head_width, partial=architecture.partial_rotary)
-    frequencies = scaled_frequencies(config, model.head_width, rotated, model.context_tokens)
+    head_width = model.table_width(is_local=False)
+    rotated = rotated_width(config, head_width, partial=architecture.partial_rotary)
+    frequencies = scaled_frequencies(config, head_width, rotated, model.context_tokens)
     heads = {"query": model.query_heads, "key": model.key_heads}
-    if rotated == model.head_width and not architecture.interleaved:
+    if rotated == head_width and not architecture.interleaved:
         return frequencies, {}
     if rotated == model.head_width:
         return frequencies, {part: interleaved_order(count, model.head_width) for part, count in heads.items()}

@@ -79,7 +79,8 @@ def _matrices_of(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
 def _checked(path: Path, name: str, values: ByColumn, model: ModelSpec, matrix: str, part: int) -> ByColumn:
     """Return the values [columns] of the entry `name` for a matrix from `_matrices_of`. Raises UserError if they do not
     fit the model."""
-    columns = model.query_width if matrix.endswith(".attention_output") else model.width
+    is_output = matrix.endswith(".attention_output")
+    columns = model.layer_heads[int(matrix.split(".")[1])].query_width if is_output else model.width
     parts = model.experts if name.endswith("_exps.weight") else 1
     if values.size != parts * columns:
         raise UserError(

@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 
 MAX_THETA = 1e12
 LONG = ("longrope", "su")
+PROPORTIONAL = (
+    "proportional"  # the first pairs of a head rotate, with the frequencies of a head that rotates as a whole
+)
 
 
 def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
@@ -120,6 +123,8 @@ def rotated_width(config: Record, head_width: int, *, partial: bool) -> int:
     """
     field = "partial_rotary_factor"
     scaling = _scaling(config)
+    if scaling is not None and _kind(scaling)[1] == PROPORTIONAL:
+        return head_width
     sources = [record for record in (scaling, config) if record is not None and record.has(field)]
     if not partial:
         for record in sources:
@@ -188,8 +193,8 @@ def _original_tokens(config: Record) -> int | None:
 def apply_scaling(
     frequencies: NDArray[np.float64], scaling: Record | None, theta: float, context_tokens: int = 0
 ) -> NDArray[np.float64]:
-    """Return frequencies after scaling by `rope_type` or `type`: default, linear, llama3, yarn or longrope. Raises
-    UserError for other kinds. context_tokens: the longest sequence
+    """Return frequencies after scaling by `rope_type` or `type`: default, linear, llama3, yarn, longrope, proportional.
+    Raises UserError for other kinds. context_tokens: the longest sequence
     """
     if scaling is None:
         return frequencies
@@ -207,9 +212,14 @@ def apply_scaling(
         return _llama3(frequencies, scaling)
     if kind == "yarn":
         return _yarn(frequencies, scaling, theta)
+    if kind == PROPORTIONAL:
+        share = scaling.number("partial_rotary_factor", 0, 1) if scaling.has("partial_rotary_factor") else 1.0
+        pairs = int(share * 2 * len(frequencies) // 2)
+        factor = scaling.number("factor", 1e-3, 1e6) if scaling.has("factor") else 1.0
+        return np.where(np.arange(len(frequencies)) < pairs, frequencies / factor, 0.0)
     if kind in LONG:
         return frequencies / _longrope_divisors(scaling, len(frequencies), context_tokens)
-    scaling.fail(field, f"{quoted(kind)} is not supported; default, linear, llama3, yarn and longrope are")
+    scaling.fail(field, f"{quoted(kind)} is not supported; default, linear, llama3, yarn, longrope, {PROPORTIONAL} are")
 
 
 def _longrope_divisors(scaling: Record, pairs: int, context_tokens: int) -> NDArray[np.float64]:

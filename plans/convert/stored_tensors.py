@@ -26,6 +26,7 @@ class StoredMatrix:
 
     order: row r is the stored row order[r], or zeros if that is negative; None: as stored
     offset_added: added to every element by `vector`
+    factor: multiplied with every element by `vector`
     """
 
     name: str
@@ -36,6 +37,7 @@ class StoredMatrix:
     encoding: str
     order: RowNumbers | None = None
     offset_added: float = 0.0
+    factor: float = 1.0
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -101,9 +103,13 @@ class StoredMatrix:
     def plus(self, offset: float) -> StoredMatrix:
         return replace(self, offset_added=offset)
 
+    def times(self, factor: float) -> StoredMatrix:
+        return replace(self, factor=factor)
+
     def vector(self) -> NDArray[np.float32]:
-        """Return all values in one dimension, plus `offset_added`."""
+        """Return all values in one dimension, times `factor`, plus `offset_added`."""
         values = self.values(np.arange(self.rows, dtype=np.int64)).reshape(-1)
+        values = values * np.float32(self.factor) if self.factor != 1 else values
         return values + np.float32(self.offset_added) if self.offset_added else values
 
     def row_part(self, first: int, count: int) -> StoredMatrix:

@@ -28,7 +28,7 @@ def products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCost, toke
     Reading the weights from memory and flash overlaps with it and is not included.
     """
     model = manifest.model
-    attention = model.layers * model.attention_weights
+    attention = model.attention_weights
     expert_tokens = max(1, round(tokens * rates.chosen))
     gates = union(rates.chosen, tokens) * model.ffns * model.neurons * model.width
     values = _pairs(manifest, rates, tokens) * rates.value_read * model.neurons * model.width
@@ -49,7 +49,7 @@ def between_products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCo
     model, pairs = manifest.model, _pairs(manifest, rates, tokens)
     sums_bytes = pairs * SUM_PASSES * 4 * manifest.layout.blocks * model.width
     return (
-        cost.attention_ms(2 * model.query_heads * model.cached_width * _attended(manifest, tokens, before))
+        cost.attention_ms(2 * model.query_heads * _attended_elements(manifest, tokens, before))
         + cost.gates_ms(pairs * model.neurons)
         + (cost.sequential_read_ms(sums_bytes) or 0.0)
     )
@@ -60,16 +60,17 @@ def _pairs(manifest: Manifest, rates: ActivationRates, tokens: int) -> float:
     return tokens * rates.chosen * manifest.model.ffns
 
 
-def _attended(manifest: Manifest, tokens: int, before: int) -> int:
-    """Return the sum, over the tokens of a chunk and all layers, of the positions that a token attends to."""
-    total = 0
-    for kind in manifest.model.layer_kinds:
-        window = kind.window_tokens or before + tokens
+def _attended_elements(manifest: Manifest, tokens: int, before: int) -> int:
+    """Return the sum, over the tokens of a chunk and all layers, of the elements of the keys of one head, or of the
+    latents, that a token attends to."""
+    total, model = 0, manifest.model
+    for vectors, window_tokens in zip(model.cached_vectors, model.windows_tokens, strict=True):
+        window = window_tokens or before + tokens
         in_growing_window = max(0, min(tokens, window - before))  # tokens that attend to all positions up to their own
         positions = (
             in_growing_window * before
             + in_growing_window * (in_growing_window + 1) // 2
             + (tokens - in_growing_window) * window
         )
-        total += kind.layers * positions
+        total += vectors.width * positions
     return total

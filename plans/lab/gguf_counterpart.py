@@ -4,8 +4,8 @@ Such engines do the same work for any weights, so that the counterpart is as fas
 llama.cpp's presets (src/llama-quant.cpp, 2026-11): one for most matrices, Q6_K for the output, F32 for norms and
 routers; in Q4_K_M also Q6_K for values and Down of some layers, and Q5_0 and Q8_0 for rows of Down that are no whole
 blocks; in MXFP4 experts are in it and the rest in Q8_0. The architecture is `llama` (SiLU, dense or a mixture),
-`qwen3`, `qwen3moe`, `smallthinker` or `gpt-oss`. Routers are random; hot experts have longer rows. Biases and sinks are
-zeros.
+`qwen3`, `qwen3moe`, `smallthinker`, `gpt-oss` or `gemma4`. Routers are random; hot experts have longer rows. Biases and
+sinks are zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, LlamaFi
 from gguf.constants import GGUF_DEFAULT_ALIGNMENT
 from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, PLAIN_BYTES
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
-from neuronpipe.plans.lab.synth.shapes import rope_base, rotated_width
+from neuronpipe.plans.lab.synth.shapes import LOCAL_ROPE_BASE, rope_base, rotated_pairs, rotated_width
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.package.tensors import norm_widths
@@ -77,6 +77,7 @@ SCALES = {
     "Q6_K": (208, 74 * 18.5),
     "Q4_K": (0, 230.0),
 }
+NOT_ROTATED = 1e30  # llama.cpp's divisor of the frequencies of pairs that are not rotated
 MXFP4_DEVIATION = 2.93  # of a random nibble's value, times 2^(exponent - 127)
 MEAN_CODES = {"Q4_K": 7.5}  # minima of this size, in units of scales, center the weights
 
@@ -89,6 +90,7 @@ class _Tensor(NamedTuple):
     experts: int = 0  # number of stacked matrices; 0: a plain matrix
     lengths: tuple[float, ...] = ()  # of its rows; empty: all about 1
     is_zero: bool = False
+    values: tuple[float, ...] = ()  # of a vector; empty: 1 everywhere
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -151,6 +153,8 @@ def _write_weights(place: Path, tensors: tuple[_Tensor, ...], seed: int, progres
 
 def architecture(model: ModelSpec) -> str:
     """Return llama.cpp's name for the architecture of a shape."""
+    if model.branch_norms:
+        return "gemma4"
     if model.router_reads == "layer":
         return "smallthinker"
     if model.attention_sinks:
@@ -165,7 +169,7 @@ def architecture(model: ModelSpec) -> str:
 
 
 def _require(path: Path, model: ModelSpec, preset: Preset) -> None:
-    if model.norms_after:
+    if model.norms_after and not model.branch_norms:
         raise UserError(f"{path}: norms: a GGUF counterpart has none of what attention and feed-forward add")
     if any(model.windows_tokens) and model.layer_kinds != _windowed_layers(model):
         raise UserError(
@@ -187,6 +191,8 @@ def _windowed_layers(model: ModelSpec) -> tuple[LayerKind, ...] | None:
     """Return the layers that llama.cpp computes for a model with windows; None for architectures without any."""
     if architecture(model) == "gpt-oss":
         return runs_of([0 if layer % 2 else max(model.windows_tokens) for layer in range(model.layers)])
+    if architecture(model) == "gemma4":
+        return model.layer_kinds
     if architecture(model) != "smallthinker":
         return None
     full = [layer % SMALLTHINKER_PERIOD == 0 for layer in range(model.layers)]
@@ -209,29 +215,33 @@ def _has_more_bits(layer: int, layers: int) -> bool:
 
 
 def _tensors(model: ModelSpec, preset: Preset) -> Iterator[_Tensor]:
-    width, key_width = model.width, model.key_heads * model.head_width
+    width = model.width
     experts, suffix = (model.experts, "_exps") if model.experts > 1 else (0, "")
     usual = preset.usual
     yield _Tensor("token_embd.weight", model.vocabulary, width, usual)
-    for layer in range(model.layers):
+    for layer, heads in enumerate(model.layer_heads):
         block, larger = f"blk.{layer}", preset.larger if _has_more_bits(layer, model.layers) else usual
         down = _in_whole_blocks(larger, model.neurons) if preset.experts is None else preset.experts
         rows = preset.experts or usual
         yield _Tensor(f"{block}.attn_norm.weight", 0, width, "F32")
-        yield _Tensor(f"{block}.attn_q.weight", model.query_width, width, usual)
-        yield _Tensor(f"{block}.attn_k.weight", key_width, width, usual)
-        yield _Tensor(f"{block}.attn_v.weight", key_width, width, larger)
+        yield _Tensor(f"{block}.attn_q.weight", heads.query_width, width, usual)
+        yield _Tensor(f"{block}.attn_k.weight", heads.key_width, width, usual)
+        if not heads.value_from_key:
+            yield _Tensor(f"{block}.attn_v.weight", heads.key_width, width, larger)
         if model.head_norm or model.joint_norm:
-            for part, length in zip(("q", "k"), norm_widths(model), strict=True):
+            for part, length in zip(("q", "k"), norm_widths(model, heads), strict=True):
                 yield _Tensor(f"{block}.attn_{part}_norm.weight", 0, length, "F32")
-        yield _Tensor(f"{block}.attn_output.weight", width, model.query_width, usual)
+        yield _Tensor(f"{block}.attn_output.weight", width, heads.query_width, usual)
         norm = "post_attention_norm" if architecture(model) in ("gpt-oss", "glm4moe") else "ffn_norm"
         yield _Tensor(f"{block}.{norm}.weight", 0, width, "F32")
+        for name, length in _ones_of_gemma4(model).items():
+            yield _Tensor(f"{block}.{name}", 0, length, "F32")
         for name, shape in _zeros(model, layer):
             yield _Tensor(f"{block}.{name}", shape[0], shape[1], "F32", is_zero=True)
         always_active = model.expert_counts[layer] - model.routed_experts(layer)
         if model.experts > 1 and always_active:
-            kind, neurons = "_shexp" if model.routed_experts(layer) else "", always_active * model.neurons
+            is_beside = model.routed_experts(layer) > 0 and not model.branch_norms
+            kind, neurons = "_shexp" if is_beside else "", always_active * model.neurons
             yield _Tensor(f"{block}.ffn_gate{kind}.weight", neurons, width, usual)
             yield _Tensor(f"{block}.ffn_up{kind}.weight", neurons, width, usual)
             yield _Tensor(f"{block}.ffn_down{kind}.weight", width, neurons, _in_whole_blocks(larger, neurons))
@@ -239,11 +249,30 @@ def _tensors(model: ModelSpec, preset: Preset) -> Iterator[_Tensor]:
             continue
         if experts:
             yield _Tensor(f"{block}.ffn_gate_inp.weight", experts, width, "F32", lengths=_router_lengths(model, layer))
-        yield _Tensor(f"{block}.ffn_gate{suffix}.weight", model.neurons, width, rows, experts)
-        yield _Tensor(f"{block}.ffn_up{suffix}.weight", model.neurons, width, rows, experts)
+        if model.branch_norms:
+            yield _Tensor(f"{block}.ffn_gate_up_exps.weight", 2 * model.neurons, width, rows, experts)
+        else:
+            yield _Tensor(f"{block}.ffn_gate{suffix}.weight", model.neurons, width, rows, experts)
+            yield _Tensor(f"{block}.ffn_up{suffix}.weight", model.neurons, width, rows, experts)
         yield _Tensor(f"{block}.ffn_down{suffix}.weight", width, model.neurons, down, experts)
     yield _Tensor("output_norm.weight", 0, width, "F32")
+    if model.branch_norms:
+        pairs, rotated = model.table_width(is_local=False) // 2, rotated_pairs(model, is_local=False)
+        values = (1.0,) * rotated + (NOT_ROTATED,) * (pairs - rotated)
+        yield _Tensor("rope_freqs.weight", 0, pairs, "F32", values=values)
     yield _Tensor("output.weight", model.vocabulary, width, preset.output)
+
+
+def _ones_of_gemma4(model: ModelSpec) -> dict[str, int]:
+    """Return the lengths of a layer's further norms and scales in files of Gemma 4."""
+    if not model.branch_norms:
+        return {}
+    norms = ("post_attention_norm", "post_ffw_norm", "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2")
+    return {f"{norm}.weight": model.width for norm in norms} | {
+        "layer_output_scale.weight": 1,
+        "ffn_gate_inp.scale": model.width,
+        "ffn_down_exps.scale": model.experts,
+    }
 
 
 def _zeros(model: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -294,6 +323,8 @@ def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray
         count = size_bytes // PLAIN_BYTES["F32"]
         if tensor.is_zero:
             return np.zeros(count, dtype=np.float32)
+        if tensor.values:
+            return np.array(tensor.values, dtype=np.float32)
         if not tensor.rows:
             return np.ones(count, dtype=np.float32)
         values = generator.standard_normal(count, dtype=np.float32) / np.float32(length)
@@ -320,6 +351,22 @@ def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray
     return blocks.reshape(-1)
 
 
+def _describe_gemma4(writer: GGUFWriter, model: ModelSpec) -> None:
+    """Write the keys of Gemma 4's heads and windows. Those of layers with windows end in `_swa`."""
+    width, local_width = (model.table_width(is_local=is_local) for is_local in (False, True))
+    writer.add_head_count_kv([heads.key_heads for heads in model.layer_heads])
+    writer.add_sliding_window_pattern(list(model.local_layers))
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_key_length_swa(local_width)
+    writer.add_value_length_swa(local_width)
+    writer.add_rope_dimension_count_swa(local_width)
+    writer.add_rope_freq_base_swa(LOCAL_ROPE_BASE)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_final_logit_softcapping(model.logit_cap)
+
+
 def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
     writer.add_name(NAME)
     writer.add_file_type(preset.file_type)
@@ -328,11 +375,15 @@ def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
     writer.add_embedding_length(model.width)
     writer.add_block_count(model.layers)
     parts = max(kind.dense_experts for kind in model.layer_kinds) or 1  # of a layer without router
+    parts = model.shared_experts if model.branch_norms else parts
     writer.add_feed_forward_length(parts * model.neurons)
     writer.add_head_count(model.query_heads)
-    writer.add_head_count_kv(model.key_heads)
-    writer.add_key_length(model.head_width)
-    writer.add_value_length(model.head_width)
+    if architecture(model) == "gemma4":
+        _describe_gemma4(writer, model)
+    else:
+        writer.add_head_count_kv(model.key_heads)
+        writer.add_key_length(model.head_width)
+        writer.add_value_length(model.head_width)
     writer.add_rope_dimension_count(rotated_width(model))
     writer.add_rope_freq_base(rope_base(model))
     writer.add_layer_norm_rms_eps(model.norm_epsilon)
@@ -341,7 +392,7 @@ def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
         writer.add_expert_used_count(model.experts_per_token)
         if architecture(model) != "llama":  # llama has neither of these keys
             writer.add_expert_feed_forward_length(model.neurons)
-            if architecture(model) != "gpt-oss":
+            if architecture(model) not in ("gpt-oss", "gemma4"):
                 writer.add_expert_gating_func(GATING[model.router])
         if architecture(model) == "glm4moe":
             writer.add_leading_dense_block_count(sum(model.dense_layers))

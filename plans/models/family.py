@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any, NamedTuple
 
 from neuronpipe.plans.models.recurrent_tensors import RecurrentTensors
@@ -50,6 +50,11 @@ class TensorNames:
     joined_gate_up: the tensor in which the rows of gate and up of all experts alternate
     attention_norm, ffn_norm: norms of what attention and feed-forward read
     attention_output_norm, ffn_output_norm: norms of what they add to the residual stream
+    routed_norm, routed_output_norm, shared_output_norm: with norms of branches, those of the input and output of chosen
+        experts, and of the output of shared experts, whose input has ffn_norm
+    router_norm: factors of the router's normed input, besides the root of 1 / width; the whole name
+    expert_scales: the factors of the experts' shares; the whole name
+    scale: the factor of a layer's result; the whole name
     sinks: scores of attention sinks; the whole name
     choosing_bias: biases of experts that only choose; the whole name
     shared: a matrix of the shared experts of a layer, which lie in one tensor; {} is gate, up or down; or the names by
@@ -80,6 +85,12 @@ class TensorNames:
     gate: str | None = None
     attention_output_norm: str | None = None
     ffn_output_norm: str | None = None
+    routed_norm: str | None = None
+    routed_output_norm: str | None = None
+    shared_output_norm: str | None = None
+    router_norm: str | None = None
+    expert_scales: str | None = None
+    scale: str | None = None
     query_norm: str | None = None
     key_norm: str | None = None
     gate_up: str | None = None
@@ -126,7 +137,8 @@ class Architecture:
         function of the configuration that says so
     local_theta: default base of the rotary positions of layers with windows, which have a table of their own; None: all
         layers have the same table
-    part: the key under which config.json has the configuration of the language model; None: it has nothing else
+    part: the key under which config.json has the configuration of the language model, which lies beside others: its
+        tensors have names like language_model.model.norm or model.language_model.norm; None: it has nothing else
     extra_layers: the key of the number of layers behind the last one, which predict further tokens and are left out
     """
 
@@ -146,8 +158,26 @@ class Architecture:
     def is_interleaved(self, config: Record) -> bool:
         return self.interleaved(config) if callable(self.interleaved) else self.interleaved
 
-    def tensor_names(self, config: Record) -> TensorNames:
-        return self.names(config) if callable(self.names) else self.names
+    def tensor_names(self, config: Record, has: Callable[[str], bool]) -> TensorNames:
+        """Return the names of the tensors in a source. has: returns True if a tensor exists"""
+        names = self.names(config) if callable(self.names) else self.names
+        return names if self.part is None else _within_language_model(names, has)
+
+
+def _within_language_model(names: TensorNames, has: Callable[[str], bool]) -> TensorNames:
+    """Return the names of a language model that lies beside others. Newer checkpoints have the prefix elsewhere."""
+    prefixes = ("", "language_model.")
+    if not has(f"language_model.{names.embedding}.weight"):
+        prefixes = ("model.", "model.language_model.")
+    fields = ("embedding", "output", "output_norm", "layer")
+    outer, inner = prefixes
+    return replace(
+        names,
+        **{
+            field: inner + name.removeprefix(outer) if (name := getattr(names, field)).startswith(outer) else name
+            for field in fields
+        },
+    )
 
 
 @frozen(kw_only=True)
@@ -182,6 +212,7 @@ class GgufArchitecture:
     local_theta: base of the rotary positions of layers with windows, which nothing scales; 0: that of the other layers;
         None: all layers have the same table
     layers_scaled_by_width: number of layers of the one size whose scores are divided by the root of width / query_heads
+    gemma4_layers: layers are those of Gemma 4 (gguf_gemma4.py)
     """
 
     interleaved: bool
@@ -211,6 +242,7 @@ class GgufArchitecture:
     logit_cap: float = 0.0
     local_theta: float | None = None
     layers_scaled_by_width: int = 0
+    gemma4_layers: bool = False
 
 
 @frozen(kw_only=True)

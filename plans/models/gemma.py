@@ -17,7 +17,6 @@ from neuronpipe.plans.models.family import (
     Choices,
     Family,
     GgufArchitecture,
-    TensorNames,
     named_activation,
 )
 from neuronpipe.plans.models.spec import MAX, MAX_SCALE, MAX_THRESHOLD, MIN_SCALE, ModelSpec, runs_of
@@ -72,18 +71,7 @@ GEMMA2_NAMES = replace(
     predictor=None,
 )
 GEMMA3_NAMES = replace(GEMMA2_NAMES, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
-VISION = r"vision_tower\..*|multi_modal_projector\..*"
-
-
-def within_language_model(names: TensorNames) -> TensorNames:
-    """Return the names of a language model that lies beside a vision tower."""
-    return replace(
-        names,
-        embedding=f"language_model.{names.embedding}",
-        output=f"language_model.{names.output}",
-        output_norm=f"language_model.{names.output_norm}",
-        layer=f"language_model.{names.layer}",
-    )
+OTHER_TOWERS = r"(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\..*"
 
 
 def _gemma2(config: Record, has: Has, choices: Choices) -> ModelSpec:
@@ -108,19 +96,21 @@ def _model(config: Record, has: Has, choices: Choices, *, windows: list[int], is
         return config.number(field, MIN_SCALE, MAX_THRESHOLD) if config.has(field) else 0.0
 
     of_sizes = sizes(config, choices)
-    scalar = config.number("query_pre_attn_scalar", MIN_SCALE, MAX_SCALE)
+    scale = math.sqrt(of_sizes["head_width"] / config.number("query_pre_attn_scalar", MIN_SCALE, MAX_SCALE))
+    local = [is_gemma3 and window > 0 for window in windows]
     return build_spec(
         config,
         **of_sizes,
         family=NAME,
-        layer_kinds=runs_of(windows, local_positions=[is_gemma3 and window > 0 for window in windows]),
+        layer_kinds=runs_of(windows, local_positions=local),
         norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
         norms="both",
         head_norm=is_gemma3,
         activation=choices.activation or named_activation(config, "hidden_activation", relu_may_mean_drelu=False),
         # transformers rounds the factor to the type of the weights; in float32, with which ours agrees, it is exact.
         embedding_scale=math.sqrt(of_sizes["width"]),
-        attention_scale=math.sqrt(of_sizes["head_width"] / scalar),
+        attention_scale=scale,
+        local_attention_scale=scale if any(local) else 1.0,
         score_cap=cap("attn_logit_softcapping"),
         logit_cap=cap("final_logit_softcapping"),
     )
@@ -144,8 +134,8 @@ FAMILY = Family(
             config_class="Gemma3TextConfig",
             defaults=GEMMA3_DEFAULTS,
             read=_gemma3,
-            names=within_language_model(GEMMA3_NAMES),
-            harmless=VISION,
+            names=GEMMA3_NAMES,
+            harmless=OTHER_TOWERS,
             norm_offset=1.0,
             local_theta=LOCAL_THETA,
             part="text_config",

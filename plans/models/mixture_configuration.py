@@ -19,6 +19,9 @@ class Mixture(NamedTuple):
     experts_per_token: int
     router: Router = "softmax"
     router_reads: RouterInput = "feed_forward"
+    router_norm: bool = False
+    expert_scales: bool = False
+    branch_norms: bool = False
     shared_experts: int = 0
     shared_gate: bool = False
     choosing_bias: bool = False

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from neuronpipe.plans.models.attention_sizes import AttentionSizes
 from neuronpipe.plans.models.expert_numbers import ExpertNumbers
+from neuronpipe.plans.models.layer_properties import LayerProperties
 from neuronpipe.plans.models.recurrent_sizes import Mixer, RecurrentSizes
 from neuronpipe.protocol.frozen import frozen
 
@@ -122,6 +123,9 @@ class LayerKind:
     local_positions: True if heads are rotated by the local table of the model, not by that of the other layers
     mixer: what mixes tokens: attention, or a recurrent state; none: the layer has a feed-forward only
     feed_forward: False if the layer has a mixer only
+    key_heads: heads of keys and values; 0: the model's number
+    head_width: width of a head; 0: the model's
+    value_from_key: there is no value matrix: a value is the product of the key matrix, before it is normed and rotated
     """
 
     layers: int
@@ -131,10 +135,13 @@ class LayerKind:
     local_positions: bool = False
     mixer: Mixer = "attention"
     feed_forward: bool = True
+    key_heads: int = 0
+    head_width: int = 0
+    value_from_key: bool = False
 
 
 @frozen(kw_only=True)
-class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
+class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties, RecurrentSizes):
     """An architecture with its sizes. Raises SpecError if fields contradict each other or are out of range.
 
     family: name of the family in plans/models/, only for messages and tables
@@ -154,6 +161,8 @@ class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
     groups_per_token: how many groups a token's experts are in
     groups_by_best: groups are ranked by their greatest score instead of the sum of two
     router_reads: input of the router: the normed input of the feed-forward, or the layer's input unchanged
+    router_norm: the router reads the feed-forward's input through an RMS norm of its own instead
+    expert_scales: each expert's share is multiplied by a number of its own
     layer_kinds: the layers from the first to the last, in runs of the same kind
     query_heads: heads of attention
     key_heads: heads of keys and values; divides query_heads
@@ -176,12 +185,16 @@ class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
     context_tokens: maximal number of positions of a sequence
     norm: rms: x / rms(x) * weight; layer: (x - mean(x)) / deviation(x) * weight + bias
     norms: vectors that are normed: what attention and feed-forward read (before), what they add (after), or both
+    branch_norms: chosen experts have a norm of their input besides that of shared experts; the sum of their outputs is
+        normed, and so is that of the shared experts', before both are added and normed again
+    layer_scales: the residual stream is multiplied by a number of each layer behind it
     norm_epsilon: added to the mean square, or to the variance
     positions: rotary: heads are rotated by tables of the package; learned: each position has a vector that is added to
         the embedding
     head_norm: queries and keys are RMS-normed, each head by itself, before they are rotated
     norm_after_rotation: queries and keys are normed, each head by itself, after they are rotated
     joint_norm: queries and keys are RMS-normed, all heads together, before they are rotated
+    value_norm: values are RMS-normed without weights, each head by itself
     activation: activation of the feed-forward
     gated: the feed-forward has Gate beside Up and Down
     qkv_bias: the projections of queries, keys and values have biases
@@ -215,6 +228,8 @@ class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
     shared_gate: bool = False
     router: Router = "softmax"
     router_reads: RouterInput = "feed_forward"
+    router_norm: bool = False
+    expert_scales: bool = False
     choosing_bias: bool = False
     normalized_shares: bool = True
     router_groups: int = 1
@@ -241,11 +256,14 @@ class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
     context_tokens: int
     norm: NormKind = "rms"
     norms: NormPlaces = "before"
+    branch_norms: bool = False
+    layer_scales: bool = False
     norm_epsilon: float
     positions: Positions = "rotary"
     head_norm: bool = False
     norm_after_rotation: bool = False
     joint_norm: bool = False
+    value_norm: bool = False
     activation: Activation
     gated: bool = True
     qkv_bias: bool = False
@@ -277,11 +295,10 @@ class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
         self._require("layer_kinds", 1 <= self.layers <= MAX.layers, f"{self.layers} layers, not 1 to {MAX.layers}")
         windows = (0 <= kind.window_tokens <= MAX.context_tokens for kind in self.layer_kinds)
         self._require("layer_kinds", all(windows), f"attention windows are 0 to {MAX.context_tokens} tokens")
-        pairs = self.positions != "rotary" or self.head_width % 2 == 0 or self.latent_width > 0
-        self._require("head_width", pairs, f"{self.head_width} is odd; rotary positions need pairs")
-        multiple = self.query_heads % self.key_heads == 0
-        self._require("query_heads", multiple, f"{self.query_heads} is no multiple of key_heads, {self.key_heads}")
-        for fault in (self.latent_fault(), self.recurrent_fault()):
+        for field in ("key_heads", "head_width"):
+            numbers, maximum = [getattr(kind, field) for kind in self.layer_kinds], getattr(MAX, field)
+            self._require("layer_kinds", 0 <= min(numbers) <= max(numbers) <= maximum, f"{field} is 0 to {maximum}")
+        for fault in (self.heads_fault(), self.latent_fault(), self.recurrent_fault()):
             if fault is not None:
                 raise SpecError(*fault)
         self._require_layers()
@@ -295,6 +312,7 @@ class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
         self._require("ffn_bias", plain, f"not supported with a gate and {self.activation}")
         self._require_routing()
         self._require("norms", self.norms == "before" or not self.parallel, f"{self.norms} does not go with parallel")
+        self._require("layer_scales", self.norms_after or not self.layer_scales, "not supported without norms after")
         local = any(self.local_layers)
         one_table = self.positions != "rotary" or self.latent_width > 0
         self._require("layer_kinds", not (local and one_table), "local positions are rotary, and without latents")
@@ -319,7 +337,7 @@ class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
         self._require("gated_attention", not (self.gated_attention and self.latent_width), "not supported with latents")
 
     def _require_routing(self) -> None:
-        for field in ("router_bias", "choosing_bias", "shared_gate"):
+        for field in ("router_bias", "choosing_bias", "shared_gate", "router_norm", "expert_scales", "branch_norms"):
             self._require(field, self.experts > 1 or not getattr(self, field), "a dense model has no router")
         for field in ("router_groups", "groups_per_token", "routed_scale"):
             self._require(field, self.experts > 1 or getattr(self, field) == 1, "a dense model has no router")
@@ -346,6 +364,10 @@ class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
         self._require("layer_kinds", self.experts == 1 or has_router, "a mixture has layers with a router")
         plain = not (self.ffn_bias and self.experts_differ)
         self._require("ffn_bias", plain, "not supported with shared experts or dense layers")
+        plain = self.router_reads == "feed_forward" or not self.router_norm
+        self._require("router_norm", plain, f"does not go with a router that reads the {self.router_reads}'s input")
+        both = self.norms == "both" and shared > 0 and not any(dense)
+        self._require("branch_norms", both or not self.branch_norms, "needs norms before and after and shared experts")
         once = not (self.head_norm and self.joint_norm)
         self._require("joint_norm", once, "queries and keys are normed once")
         normed = self.head_norm or not self.norm_after_rotation
@@ -359,67 +381,12 @@ class ModelSpec(AttentionSizes, ExpertNumbers, RecurrentSizes):
     def layers(self) -> int:
         return sum(kind.layers for kind in self.layer_kinds)
 
-    @property
-    def windows_tokens(self) -> tuple[int, ...]:
-        """Attention window of each layer in tokens; 0: none."""
-        return tuple(kind.window_tokens for kind in self.layer_kinds for _ in range(kind.layers))
-
-    @property
-    def rotary_layers(self) -> tuple[bool, ...]:
-        """For each layer, True if its heads are rotated."""
-        rotary = self.positions == "rotary"
-        return tuple(
-            rotary and kind.rotary and kind.mixer == "attention"
-            for kind in self.layer_kinds
-            for _ in range(kind.layers)
-        )
-
-    @cached_property
-    def ffn_layers(self) -> tuple[bool, ...]:
-        """For each layer, True if it has a feed-forward."""
-        return tuple(kind.feed_forward for kind in self.layer_kinds for _ in range(kind.layers))
-
-    @cached_property
-    def local_layers(self) -> tuple[bool, ...]:
-        """For each layer, True if its heads are rotated by the local table."""
-        return tuple(kind.local_positions for kind in self.layer_kinds for _ in range(kind.layers))
-
-    @property
-    def norms_before(self) -> bool:
-        """True if attention and feed-forward read the normed residual stream."""
-        return self.norms != "after"
-
-    @property
-    def norms_after(self) -> bool:
-        """True if the outputs of attention and feed-forward are normed before they are added."""
-        return self.norms != "before"
-
-    @property
-    def read_whole(self) -> bool:
-        """True if a token needs nearly all pages of an expert that computes it. With SiLU every neuron fires; with ReLU
-        in the small experts of SmallThinker about 40 % do, which touches almost every page."""
-        return self.all_neurons_fire or (self.activation == "relu" and self.experts > 1)
-
-    @property
-    def all_neurons_fire(self) -> bool:
-        """True if no neuron has a value of exactly 0, so that every neuron of a chosen expert is needed."""
-        return self.activation in ("silu", "clamped_swiglu", "gelu")
-
-    @property
-    def ffn_matrices(self) -> tuple[str, ...]:
-        """The matrices of the feed-forward, the trigger first."""
-        return ("gate", "up", "down") if self.gated else ("up", "down")
-
-    @property
-    def trigger(self) -> Literal["gate", "up"]:
-        """The matrix whose row decides whether a neuron fires."""
-        return "gate" if self.gated else "up"
-
 
 # Manifests omit these fields while they have ModelSpec's defaults, so that older packages keep their ids.
 _LATER = (
     "experts_per_token", "shared_experts", "shared_gate", "router", "router_reads", "router_bias", "choosing_bias",
     "normalized_shares", "router_groups", "groups_per_token", "groups_by_best", "norm_after_rotation", "joint_norm",
+    "value_norm", "router_norm", "expert_scales", "branch_norms", "layer_scales",
     "parallel", "attention_sinks", "logit_bias", "router_jitter", "latent_width", "rotary_width", "value_width",
     "query_rank", "gated_attention", "state_heads", "state_key_heads", "state_key_width", "state_value_width",
     "state_norm_groups", "convolution_tokens", "convolution_bias", "min_time_step", "activation_limit",
@@ -445,7 +412,7 @@ def runs_of(
     mixers: the field `mixer` of LayerKind, of each layer; None: attention
     feed_forward: the field of LayerKind, of each layer; None: True
     """
-    layers, kinds = len(windows_tokens), list[LayerKind]()
+    layers = len(windows_tokens)
     of_layers = zip(
         windows_tokens,
         rotary or [True] * layers,
@@ -455,7 +422,13 @@ def runs_of(
         feed_forward or [True] * layers,
         strict=True,
     )
-    for kind in (LayerKind(1, *of_layer) for of_layer in of_layers):
+    return joined_runs([LayerKind(1, *of_layer) for of_layer in of_layers])
+
+
+def joined_runs(layers: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """Return `layer_kinds` of ModelSpec from a run for each layer."""
+    kinds: list[LayerKind] = []
+    for kind in layers:
         if kinds and replace(kinds[-1], layers=1) == kind:
             kinds[-1] = replace(kind, layers=kinds[-1].layers + 1)
         else:

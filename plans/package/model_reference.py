@@ -45,7 +45,8 @@ def page() -> str:
 def _table(owner: type, values: dict[str, str]) -> list[str]:
     meanings = _meanings(owner)
     rows = [
-        f"| `{field.name}` | {values.get(field.name) or _values(field)} | {_default(field)} | {meanings[field.name]} |"
+        f"| `{field.name}` | {values.get(field.name) or _values(owner, field)} | {_default(owner, field)} "
+        f"| {meanings[field.name]} |"
         for field in dataclasses.fields(owner)
     ]
     return ["| field | values | default | meaning |", "|---|---|---|---|", *rows]
@@ -57,7 +58,9 @@ def _meanings(owner: type) -> dict[str, str]:
     return {name: re.sub(r"\s+", " ", text).replace("|", "\\|") for name, text in entries}
 
 
-def _values(field: dataclasses.Field[Any]) -> str:
+def _values(owner: type, field: dataclasses.Field[Any]) -> str:
+    if owner is LayerKind and field.name in ("key_heads", "head_width"):
+        return f"0 to {RANGES[field.name][1]:,}"
     if field.name in CHOICES:
         return ", ".join(f"`{choice}`" for choice in CHOICES[field.name])
     if field.name in RANGES:
@@ -65,8 +68,9 @@ def _values(field: dataclasses.Field[Any]) -> str:
     return "true, false" if field.type == "bool" else "a whole number"
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-    is_optional = field.name in LATER_FIELDS or (field.name in ("rotary", "dense_experts"))
+def _default(owner: type, field: dataclasses.Field[Any]) -> str:
+    required = ("layers", "window_tokens")
+    is_optional = field.name in LATER_FIELDS if owner is ModelSpec else field.name not in required
     return str(field.default).lower() if is_optional else ""
 
 

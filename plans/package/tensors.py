@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from neuronpipe.plans.models.attention_sizes import Heads
 from neuronpipe.plans.models.recurrent_sizes import RECURRENT, WITH_MEMORY
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
@@ -23,9 +24,9 @@ def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
         elif model.latent_width:
             yield from _latent_matrices(model, f"layers.{layer}")
         elif model.mixers[layer] == "attention":
-            yield f"layers.{layer}.qkv", model.qkv_rows, model.width
+            yield f"layers.{layer}.qkv", model.layer_heads[layer].qkv_rows, model.width
         if model.mixers[layer] == "attention":
-            yield f"layers.{layer}.attention_output", model.width, model.query_width
+            yield f"layers.{layer}.attention_output", model.width, model.layer_heads[layer].query_width
 
 
 def _recurrent_matrices(model: ModelSpec, layer: int) -> Iterator[tuple[str, int, int]]:
@@ -67,7 +68,10 @@ def row_lengths(model: ModelSpec) -> dict[str, int]:
     if model.latent_width:
         lengths |= {"latent_width": model.latent_width, "query_heads * value_width": model.query_width}
         return lengths | ({"query_rank": model.query_rank} if model.query_rank else {})
-    return lengths | {"query_heads * head_width": model.query_width}
+    for width in sorted({heads.width for heads in model.layer_heads}):
+        name = "head_width" if width == model.head_width else f"{width} (head_width of a layer)"
+        lengths[f"query_heads * {name}"] = model.query_heads * width
+    return lengths
 
 
 def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
@@ -75,9 +79,9 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
     rows of `width`: `position_embedding` with a row per position, a layer's `router` with a row per expert. Biases of
     feed-forwards lie expert after expert."""
     if model.positions == "rotary":
-        yield "rope.inverse_frequency", (model.rotary_width or model.head_width) // 2
+        yield "rope.inverse_frequency", model.table_width(is_local=False) // 2
         if any(model.local_layers):
-            yield "rope.local_inverse_frequency", model.head_width // 2
+            yield "rope.local_inverse_frequency", model.table_width(is_local=True) // 2
     else:
         yield "position_embedding", model.context_tokens * model.width
     yield from _norm("output_norm", model)
@@ -87,17 +91,20 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
         for name in layer_norms(model, layer):
             yield from _norm(f"layers.{layer}.{name}", model)
         if model.mixers[layer] == "attention":
-            yield from _attention_vectors(model, f"layers.{layer}")
+            yield from _attention_vectors(model, layer)
         for name, length in recurrent_vectors(model, layer).items():
             yield f"layers.{layer}.{name}", length
         if not model.ffn_layers[layer]:
             continue
         for name, length, is_present in (
+            ("scale", 1, model.layer_scales),
             ("gate.bias", model.experts * model.neurons, model.ffn_bias and model.gated),
             ("up.bias", model.experts * model.neurons, model.ffn_bias),
             ("down.bias", model.experts * model.width, model.ffn_bias),
             ("router.bias", model.experts, model.router_bias and not model.dense_layers[layer]),
             ("router.choosing_bias", model.experts, model.choosing_bias and not model.dense_layers[layer]),
+            ("router_norm", model.width, model.router_norm and not model.dense_layers[layer]),
+            ("expert_scales", model.experts, model.expert_scales and not model.dense_layers[layer]),
             ("shared_gate", model.width, model.shared_gate and not model.dense_layers[layer]),
         ):
             if is_present:
@@ -106,18 +113,20 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
             yield f"layers.{layer}.router", model.experts * model.width
 
 
-def _attention_vectors(model: ModelSpec, layer: str) -> Iterator[tuple[str, int]]:
+def _attention_vectors(model: ModelSpec, layer: int) -> Iterator[tuple[str, int]]:
+    heads = model.layer_heads[layer]
+    query_norm, key_norm = norm_widths(model, heads)
     for name, length, is_present in (
-        ("qkv.bias", model.qkv_rows, model.qkv_bias),
-        ("query_norm", norm_widths(model)[0], model.head_norm or model.joint_norm),
-        ("key_norm", norm_widths(model)[1], model.head_norm or model.joint_norm),
+        ("qkv.bias", heads.qkv_rows, model.qkv_bias),
+        ("query_norm", query_norm, model.head_norm or model.joint_norm),
+        ("key_norm", key_norm, model.head_norm or model.joint_norm),
         ("latent_norm", model.latent_width, model.latent_width > 0),
         ("query_down_norm", model.query_rank, model.query_rank > 0),
         ("attention_output.bias", model.width, model.output_bias),
         ("sinks", model.query_heads, model.attention_sinks),
     ):
         if is_present:
-            yield f"{layer}.{name}", length
+            yield f"layers.{layer}.{name}", length
 
 
 def recurrent_vectors(model: ModelSpec, layer: int) -> dict[str, int]:
@@ -140,9 +149,9 @@ def recurrent_vectors(model: ModelSpec, layer: int) -> dict[str, int]:
     return lengths
 
 
-def norm_widths(model: ModelSpec) -> tuple[int, int]:
-    """Return the lengths of the weights of the norms of queries and keys: of one head, or of all heads together."""
-    return (model.query_width, model.key_width) if model.joint_norm else (model.head_width, model.head_width)
+def norm_widths(model: ModelSpec, heads: Heads) -> tuple[int, int]:
+    """Return the lengths of the weights of a layer's norms of queries and keys: of one head, or of all together."""
+    return (heads.query_width, heads.key_width) if model.joint_norm else (heads.width, heads.width)
 
 
 def layer_norms(model: ModelSpec, layer: int) -> tuple[str, ...]:
@@ -152,7 +161,9 @@ def layer_norms(model: ModelSpec, layer: int) -> tuple[str, ...]:
         *(["ffn"] if model.ffn_layers[layer] else []),
     ]
     before = tuple(f"{part}_norm" for part in parts) if model.norms_before else ()
-    return (*before, *(f"{part}_output_norm" for part in parts)) if model.norms_after else before
+    after = tuple(f"{part}_output_norm" for part in parts) if model.norms_after else ()
+    of_branches = ("routed_norm", "routed_output_norm", "shared_output_norm") if model.branch_norms else ()
+    return (*before, *after, *of_branches)
 
 
 def _norm(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:

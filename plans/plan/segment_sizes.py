@@ -189,7 +189,7 @@ def _stage_lengths(manifest: Manifest, tokens: int, *, predicts: bool) -> dict[s
     model, layout = manifest.model, manifest.layout
     return {
         "width": model.width,
-        "output_width": model.width if model.norms_after else 0,
+        "output_width": model.change_width,
         "query_width": model.heads_width,
         "neurons": layout.blocks * layout.block_neurons,
         "blocks": layout.blocks,

@@ -11,6 +11,7 @@ from neuronpipe.plans.convert.checkpoint import ffn_name
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import PredictorInput
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.reference.expert_shares import expert_shares
 from neuronpipe.plans.reference.recurrent import RecurrentLayer, sigmoid
 from neuronpipe.plans.reference.weights import Array, PackageWeights, Weights
 from neuronpipe.protocol.errors import UserError
@@ -112,52 +113,6 @@ def attend(
     return result
 
 
-def expert_shares(model: ModelSpec, values: Array, choosing_bias: Array | None = None) -> Array:
-    """Return each expert's share of each token, [tokens, experts]; 0 if it is not chosen.
-
-    values: the router's, [tokens, experts]
-    choosing_bias: [experts]; None: experts are chosen by their values alone
-    """
-    if model.router == "sparsemixer":
-        return _sparsemixer_shares(model, values)
-    if model.router == "softmax":
-        raw = np.exp(values - values.max(axis=1, keepdims=True))
-        scores = raw / raw.sum(axis=1, keepdims=True)
-    else:
-        scores = 1 / (1 + np.exp(-values))
-    ranks = scores if model.router_groups > 1 else values
-    if choosing_bias is not None:
-        ranks = scores + choosing_bias
-    if model.router_groups > 1:
-        of_groups = ranks.reshape(len(ranks), model.router_groups, -1)
-        counted = 1 if model.groups_by_best else 2
-        best = np.sort(of_groups, axis=2)[:, :, -counted:].sum(axis=2)
-        left_out = np.argsort(-best, axis=1, kind="stable")[:, model.groups_per_token :]
-        ranks = of_groups.copy()
-        np.put_along_axis(ranks, left_out[:, :, None], np.float32(-np.inf), axis=1)
-        ranks = ranks.reshape(values.shape)
-    chosen = np.argsort(-ranks, axis=1, kind="stable")[:, : model.experts_per_token]
-    best = np.take_along_axis(scores, chosen, axis=1)
-    if model.normalized_shares:
-        best = best / best.sum(axis=1, keepdims=True)
-    shares = np.zeros_like(values)
-    np.put_along_axis(shares, chosen, best * np.float32(model.routed_scale), axis=1)
-    return shares
-
-
-def _sparsemixer_shares(model: ModelSpec, values: Array) -> Array:
-    shares, left = np.zeros_like(values), values.copy()
-    for _ in range(model.experts_per_token):
-        best = left.argmax(axis=1)[:, None]
-        greatest = np.take_along_axis(left, best, axis=1)
-        distance = (greatest - values) / np.maximum(np.abs(values), greatest)
-        is_near = (distance <= np.float32(2 * model.router_jitter)) & np.isfinite(left)
-        sums = np.where(is_near, np.exp(values - greatest), 0).sum(axis=1, keepdims=True, dtype=np.float32)
-        np.put_along_axis(shares, best, 1 / sums, axis=1)
-        np.put_along_axis(left, best, np.float32(-np.inf), axis=1)
-    return shares * np.float32(model.routed_scale)
-
-
 @frozen
 class LayerRun:
     """The computation of a feed-forward, of a layer or of an expert.
@@ -244,16 +199,11 @@ class ReferenceEngine:
             if not model.ffn_layers[layer]:
                 continue
             residual = layer_input if model.parallel else x
-            normed = self._input(f"layers.{layer}.ffn_norm", residual)
-            shares = self._route(layer, normed if model.router_reads == "feed_forward" else layer_input)
-            change = np.zeros_like(x)
-            for expert, ffn in enumerate(model.ffns_of(layer)):
-                chosen = np.flatnonzero(shares[:, expert])
-                if len(chosen):
-                    inputs = (attention_input[chosen], residual[chosen], normed[chosen])
-                    expert_change, fired[ffn] = self._feed_forward(layer, expert, inputs, chosen)
-                    change[chosen] += shares[chosen, expert, None] * expert_change
+            inputs = attention_input, residual, self._input(f"layers.{layer}.ffn_norm", residual)
+            change = self._experts(layer, inputs, layer_input, fired)
             x = x + scale * self._output(f"layers.{layer}.ffn_output_norm", change)
+            if model.layer_scales:
+                x = x * self._weights.vector(f"layers.{layer}.scale")
         return x, fired
 
     def logits(self, hidden: Array) -> Array:
@@ -307,6 +257,7 @@ class ReferenceEngine:
 
     def _attention(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:
         model, weights, name = self._model, self._weights, f"layers.{layer}"
+        heads = model.layer_heads[layer]
         if model.latent_width:
             return self._latent_attention(layer, normed, lengths)
         qkv = self._product(layer, "qkv", normed)
@@ -315,13 +266,17 @@ class ReferenceEngine:
         sinks = weights.vector(f"{name}.sinks") if model.attention_sinks else None
         gates = np.float32(1)
         if model.gated_attention:
-            qkv, gate_products = np.split(qkv, [-model.query_width], axis=1)
+            qkv, gate_products = np.split(qkv, [-heads.query_width], axis=1)
             gates = sigmoid(gate_products)
         mixed = []
         ends = np.cumsum(lengths)
-        heads = np.split(qkv.reshape(len(normed), -1, model.head_width), ends[:-1])
-        for end, part in zip(ends, heads, strict=True):
-            queries, keys, values = np.split(part, (model.query_heads, model.query_heads + model.key_heads), axis=1)
+        all_heads = np.split(qkv.reshape(len(normed), -1, heads.width), ends[:-1])
+        for end, part in zip(ends, all_heads, strict=True):
+            queries, keys, values = np.split(part, (heads.query_heads, heads.query_heads + heads.key_heads), axis=1)
+            if heads.value_from_key:
+                values = keys
+            if model.value_norm:
+                values = rms_norm(values, np.ones(heads.width, dtype=np.float32), model.norm_epsilon)
             scale = model.local_attention_scale if model.local_layers[layer] else model.attention_scale
             queries = self._placed(layer, "query_norm", queries) * np.float32(scale)
             keys = self._placed(layer, "key_norm", keys)
@@ -390,7 +345,28 @@ class ReferenceEngine:
         scaled: Array = rotated * np.tile(scales, 2)
         return scaled
 
-    def _route(self, layer: int, x: Array) -> Array:
+    def _experts(self, layer: int, inputs: tuple[Array, Array, Array], layer_input: Array, fired: np.ndarray) -> Array:
+        """Return what the feed-forward adds to the residual stream, before its norm. Sets the firing counts.
+
+        inputs: attention_input, residual and feed_forward_input of LayerRun
+        """
+        model, (attention_input, residual, normed) = self._model, inputs
+        shares = self._route(layer, normed if model.router_reads == "feed_forward" else layer_input, residual)
+        shared = np.zeros_like(residual)
+        routed = np.zeros_like(residual) if model.branch_norms else shared
+        routed_input = self._normed(f"layers.{layer}.routed_norm", residual) if model.branch_norms else normed
+        for expert, ffn in enumerate(model.ffns_of(layer)):
+            is_routed = expert < model.routed_experts(layer)
+            if len(chosen := np.flatnonzero(shares[:, expert])):
+                read = (attention_input[chosen], residual[chosen], (routed_input if is_routed else normed)[chosen])
+                change, fired[ffn] = self._feed_forward(layer, expert, read, chosen)
+                (routed if is_routed else shared)[chosen] += shares[chosen, expert, None] * change
+        if not model.branch_norms:
+            return shared
+        routed = self._normed(f"layers.{layer}.routed_output_norm", routed)
+        return self._normed(f"layers.{layer}.shared_output_norm", shared) + routed
+
+    def _route(self, layer: int, x: Array, residual: Array) -> Array:
         """Return the factor of each expert's output for each token, [tokens, experts of the layer]."""
         model = self._model
         always = np.ones((len(x), model.expert_counts[layer] - model.routed_experts(layer)), dtype=np.float32)
@@ -399,12 +375,17 @@ class ReferenceEngine:
         if model.shared_gate:
             gate = x @ self._weights.vector(f"layers.{layer}.shared_gate")
             always *= (1 / (1 + np.exp(-gate)))[:, None]
+        if model.router_norm:
+            x = rms_norm(residual, self._weights.vector(f"layers.{layer}.router_norm"), model.norm_epsilon)
         router = self._weights.vector(f"layers.{layer}.router").reshape(model.experts, model.width)
         values = x @ router.T
         if model.router_bias:
             values = values + self._weights.vector(f"layers.{layer}.router.bias")
         bias = self._weights.vector(f"layers.{layer}.router.choosing_bias") if model.choosing_bias else None
-        return np.concatenate((expert_shares(model, values, bias), always), axis=1)
+        shares = expert_shares(model, values, bias)
+        if model.expert_scales:
+            shares = shares * self._weights.vector(f"layers.{layer}.expert_scales")
+        return np.concatenate((shares, always), axis=1)
 
     def _feed_forward(
         self, layer: int, expert: int, inputs: tuple[Array, Array, Array], tokens: np.ndarray

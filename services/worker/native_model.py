@@ -35,7 +35,10 @@ _VECTORS = {
     "gate_bias": "gate.bias",
     "up_bias": "up.bias",
     "down_bias": "down.bias",
+    "scale": "scale",
     "router": "router",
+    "router_norm": "router_norm",
+    "expert_scales": "expert_scales",
     "router_bias": "router.bias",
     "choosing_bias": "router.choosing_bias",
     "shared_gate": "shared_gate",
@@ -199,4 +202,7 @@ def layer_facts(model: ModelSpec, layer: int) -> dict[str, Any]:
         "state_before": model.state_before(layer),
         "rotary": model.rotary_layers[layer],
         "local_positions": model.local_layers[layer],
+        "key_heads": model.layer_heads[layer].key_heads,
+        "head_width": model.layer_heads[layer].width,
+        "value_from_key": model.layer_heads[layer].value_from_key,
     }

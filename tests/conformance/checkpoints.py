@@ -79,6 +79,8 @@ MODEL_TYPES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4ForConditionalGeneration": "gemma4",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "Qwen3NextForCausalLM": "qwen3_next",
@@ -154,6 +156,8 @@ NORMED_OUTPUTS = {
     "Olmo2ForCausalLM": "of all heads",
     "Olmo3ForCausalLM": "of all heads",
 }
+
+GEMMA4_KINDS = {"s": "sliding_attention", "f": "full_attention"}
 
 RECIPES = {
     recipe.name: recipe
@@ -444,6 +448,38 @@ RECIPES = {
                 "rope_scaling": {"rope_type": "linear", "factor": 4.0},
             },
         ),
+        Recipe(
+            # Layers without windows have wider heads; key heads of their own only where values are keys.
+            "gemma4", "Gemma4ForCausalLM", "gelu_pytorch_tanh", 160, 270, 5, 4, 2, 32, tied=True, dtype="BF16",
+            config={
+                "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 9, "global_head_dim": 64,
+                "num_global_key_value_heads": 1, "attention_k_eq_v": False, "hidden_size_per_layer_input": 0,
+                "final_logit_softcapping": 15.0, "use_bidirectional_attention": "vision",
+                "layer_types": [GEMMA4_KINDS[kind] for kind in "ssfsf"],
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+                    "full_attention": {
+                        "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5_000.0,
+                    },
+                },
+            },
+        ),
+        Recipe(
+            "gemma4 moe", "Gemma4ForCausalLM", "gelu_pytorch_tanh", 128, 48, 4, 4, 4, 32, tied=True, shards=2,
+            experts=7, shared=120,
+            config={
+                "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 9, "global_head_dim": 96,
+                "num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+                "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 48,
+                "intermediate_size": 120, "layer_types": [GEMMA4_KINDS[kind] for kind in "sfsf"],
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                    "full_attention": {
+                        "rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 20_000.0,
+                    },
+                },
+            },
+        ),
         Recipe("olmo2", "Olmo2ForCausalLM", "silu", 160, 333, 3, 5, 5, 32, dtype="BF16"),
         Recipe(
             "olmo3", "Olmo3ForCausalLM", "silu", 128, 200, 5, 4, 2, 32, shards=2,
@@ -608,6 +644,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         return
     if recipe.architecture in NORMED_OUTPUTS:
         yield from _normed_tensors(recipe)
+        return
+    if recipe.architecture == "Gemma4ForCausalLM":
+        yield from _gemma4_tensors(recipe)
         return
     generator = np.random.PCG64(recipe.seed)
     width, neurons, heads_width = recipe.width, recipe.neurons, recipe.query_heads * recipe.head_width
@@ -1110,6 +1149,49 @@ def _normed_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
     yield norm("model.norm", width, 0.1)
     if not recipe.tied:
         yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
+
+
+def _gemma4_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """Norms of queries and keys are small, since nothing divides scores. Layer scalars are far from 1."""
+    generator, width, settings = np.random.PCG64(recipe.seed), recipe.width, recipe.config
+
+    def made(name: str, shape: tuple[int, ...], deviation: float, centre: float = 0.0) -> tuple[str, Array]:
+        return name, rounded(random_tensor(generator, shape, deviation) + np.float32(centre), recipe.dtype)
+
+    def norm(name: str, length: int, deviation: float, centre: float = 1.0) -> tuple[str, Array]:
+        return made(f"{name}.weight", (length,), deviation, centre)
+
+    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 5 * width**-0.5)
+    for layer in range(recipe.layers):
+        name = f"model.layers.{layer}"
+        is_full, joint = settings["layer_types"][layer] == "full_attention", settings["attention_k_eq_v"]
+        head_width = settings["global_head_dim"] if is_full else recipe.head_width
+        key_heads = settings["num_global_key_value_heads"] if is_full and joint else recipe.key_heads
+        heads_width = recipe.query_heads * head_width
+        for part, rows in (("q", heads_width), ("k", key_heads * head_width), ("v", key_heads * head_width)):
+            if part != "v" or not (is_full and joint):
+                yield made(f"{name}.self_attn.{part}_proj.weight", (rows, width), 1.3 * width**-0.5)
+        yield made(f"{name}.self_attn.o_proj.weight", (width, heads_width), heads_width**-0.5)
+        for part in ("q_norm", "k_norm"):
+            yield norm(f"{name}.self_attn.{part}", head_width, 0.15, 0.5)
+        for part in ("input_layernorm", "pre_feedforward_layernorm"):
+            yield norm(f"{name}.{part}", width, 0.1)
+        for part in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            yield norm(f"{name}.{part}", width, 0.3, 1.0)
+        yield made(f"{name}.layer_scalar", (1,), 0.2, 0.7)
+        wide = recipe.shared or recipe.neurons
+        for part, shape in (("gate", (wide, width)), ("up", (wide, width)), ("down", (width, wide))):
+            yield made(f"{name}.mlp.{part}_proj.weight", shape, shape[1] ** -0.5)
+        if recipe.experts:
+            yield norm(f"{name}.pre_feedforward_layernorm_2", width, 0.3, 1.5)
+            yield norm(f"{name}.post_feedforward_layernorm_1", width, 0.3, 0.8)
+            yield norm(f"{name}.post_feedforward_layernorm_2", width, 0.3, 1.3)
+            yield made(f"{name}.router.proj.weight", (recipe.experts, width), 2.5)
+            yield made(f"{name}.router.scale", (width,), 0.4, 1.0)
+            yield made(f"{name}.router.per_expert_scale", (recipe.experts,), 0.4, 1.0)
+            yield made(f"{name}.experts.gate_up_proj", (recipe.experts, 2 * recipe.neurons, width), width**-0.5)
+            yield made(f"{name}.experts.down_proj", (recipe.experts, width, recipe.neurons), recipe.neurons**-0.5)
+    yield norm("model.norm", width, 0.1)
 
 
 def tokens(recipe: Recipe, count: int = 40) -> list[int]:

@@ -93,6 +93,7 @@ ARCHITECTURES = {
     "GraniteMoeForCausalLM": "granitemoe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo2",
     "DeepseekV2ForCausalLM": "deepseek2",
@@ -105,7 +106,7 @@ LAYER_NORM = ("falcon", "nemotron")
 def gguf_name(name: str, *, normed: bool = False) -> str:
     """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight; normed: of a class that norms outputs"""
     if name.startswith("blk."):
-        return name
+        return "rope_freqs.weight" if name == "blk.rope_freqs" else name
     if name.endswith("e_score_correction_bias"):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     stem, kind = name.rsplit(".", 1)
@@ -144,11 +145,12 @@ def write_gguf(
     architecture: str | None = None,
     tensors_of_part: int = 0,
     joint_latents: bool = True,
+    joint: bool = True,
 ) -> Path:
     """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors, and instead
     puts them in place of the recipe's; more adds matrices in that encoding. powerinfer: as that program's converter
     does it, Down transposed. tensors_of_part: in several files of so many tensors; the first one's path is returned.
-    joint_latents: keys and values of latents are one matrix."""
+    joint_latents: keys and values of latents are one matrix. joint: gate and up of all experts of Gemma 4 are one."""
     architecture = architecture or ARCHITECTURES.get(recipe.architecture, "llama")
     writer = GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
     writer.add_name(name)
@@ -168,7 +170,7 @@ def write_gguf(
     add_tokenizer(writer, recipe)
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
-    all_tensors = stacked_experts(recipe) if joint_latents else split_keys_values(recipe)
+    all_tensors = stacked_experts(recipe, joint=joint) if joint_latents else split_keys_values(recipe)
     for full_name, tensor in all_tensors:
         if gguf_name(full_name) not in (instead or {}):
             add_tensor(writer, recipe, full_name, tensor, encoding, architecture, powerinfer=powerinfer)
@@ -209,11 +211,14 @@ def add_rope(writer: GGUFWriter, recipe: Recipe) -> None:
         writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
 
 
-def stacked_experts(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+def stacked_experts(recipe: Recipe, *, joint: bool = True) -> Iterator[tuple[str, Array]]:
     """The recipe's tensors; those of all experts of a layer in one, by the name that it has in GGUF."""
     stacks: dict[str, list[Array]] = {}
     if recipe.architecture == "GptOssForCausalLM":
         yield from _gpt_oss(recipe)
+        return
+    if recipe.architecture == "Gemma4ForCausalLM":
+        yield from _gemma4(recipe, joint=joint)
         return
     for name, tensor in tensors(recipe):
         if match := JOINED_EXPERTS.fullmatch(name):
@@ -257,6 +262,68 @@ def _gpt_oss(recipe: Recipe) -> Iterator[tuple[str, Array]]:
             yield name, tensor
 
 
+GEMMA4_NAMES = {
+    "layer_scalar": "layer_output_scale.weight",
+    "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+    "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+    "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
+    "router.proj.weight": "ffn_gate_inp.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}
+
+
+def _gemma4(recipe: Recipe, *, joint: bool) -> Iterator[tuple[str, Array]]:
+    """The tensors of Gemma 4, and the divisors by which most pairs of wide heads are not rotated."""
+    for name, tensor in tensors(recipe):
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        if match and match[2] == "experts.gate_up_proj" and not joint:
+            for matrix, rows in zip(("gate", "up"), np.split(tensor, 2, axis=1), strict=True):
+                yield f"blk.{match[1]}.ffn_{matrix}_exps.weight", np.ascontiguousarray(rows)
+        elif match and match[2] in GEMMA4_NAMES:
+            yield f"blk.{match[1]}.{GEMMA4_NAMES[match[2]]}", tensor
+        else:
+            yield name, tensor
+    width = recipe.config["global_head_dim"]
+    share = recipe.config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    divisors = np.where(np.arange(width // 2) < int(width * share / 2), 1.0, 1e30)
+    yield "blk.rope_freqs", divisors.astype(np.float32)
+
+
+def gemma4_keys(recipe: Recipe) -> dict[str, Any]:
+    """What llama.cpp's converter says of the layers of Gemma 4."""
+    settings, joint = recipe.config, recipe.config["attention_k_eq_v"]
+    has_window = [kind == "sliding_attention" for kind in settings["layer_types"]]
+    width, positions = settings["global_head_dim"], settings["rope_parameters"]
+    full = settings["num_global_key_value_heads"] if joint else recipe.key_heads
+    mixture = {
+        "expert_count": recipe.experts,
+        "expert_used_count": settings.get("top_k_experts"),
+        "expert_feed_forward_length": settings.get("moe_intermediate_size"),
+    }
+    values = {
+        "attention.sliding_window": settings["sliding_window"],
+        "attention.sliding_window_pattern": has_window,
+        "attention.key_length": width,
+        "attention.value_length": width,
+        "attention.key_length_swa": recipe.head_width,
+        "attention.value_length_swa": recipe.head_width,
+        "attention.head_count_kv": [recipe.key_heads if window else full for window in has_window],
+        "attention.shared_kv_layers": 0,
+        "embedding_length_per_layer_input": 0,
+        "rope.freq_base": positions["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": positions["sliding_attention"]["rope_theta"],
+        "rope.dimension_count": width,
+        "rope.dimension_count_swa": recipe.head_width,
+        **(mixture if recipe.experts else {}),
+    }
+    if cap := settings.get("final_logit_softcapping"):
+        values["final_logit_softcapping"] = cap
+    return {f"gemma4.{key}": value for key, value in values.items()}
+
+
 def _turned(experts: Array) -> Array:
     return np.ascontiguousarray(experts.swapaxes(1, 2))
 
@@ -290,7 +357,7 @@ def add_tensor(
         values = values.reshape(-1)
     if architecture in ("nemotron", "gemma2", "gemma3") and name.endswith("norm.weight"):
         values = values + np.float32(1)
-    named = gguf_name(name, normed=architecture in ("gemma2", "gemma3", "olmo2"))
+    named = gguf_name(name, normed=architecture in ("gemma2", "gemma3", "gemma4", "olmo2"))
     if powerinfer and "ffn_down" in named:
         named, values = named.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)
     is_plain = values.ndim == 1 or named.endswith(".bias") or "ffn_gate_inp" in named  # routers, too

@@ -56,7 +56,7 @@ class Participants:
             "attention": np.zeros((tokens, model.heads_width), np.float32),
             "hidden": np.zeros((pairs, neurons), np.float32),
             "partials": self.partials,
-            "changes": np.zeros((tokens, model.width), np.float32) if model.norms_after else None,
+            "changes": np.zeros((tokens, model.change_width), np.float32) if model.norms_after else None,
             "ranks": np.zeros((pairs, rank), np.float32) if rank else None,
             "predicted": np.zeros((min(pairs, model.most_experts), neurons, -(-tokens // 8)), np.uint8)
             if rank

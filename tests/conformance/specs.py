@@ -145,6 +145,31 @@ SPECS = {
         logit_cap=12.0, embedding_scale=12.65, attention_scale=1.3, local_attention_scale=0.9, tied_embeddings=True,
         **COMMON,
     ),
+    "heads of layers": ModelSpec(
+        family="llama", width=96, neurons=200, layer_kinds=(
+            LayerKind(2, 20, local_positions=True), LayerKind(1, key_heads=1, head_width=96, value_from_key=True),
+            LayerKind(1, 9, rotary=False, key_heads=4, head_width=64), LayerKind(1, key_heads=2, head_width=96),
+        ),
+        query_heads=4, key_heads=2, head_width=32, head_norm=True, value_norm=True, activation="silu", qkv_bias=True,
+        local_attention_scale=1.4, **COMMON,
+    ),
+    "joint keys are values": ModelSpec(
+        family="llama", width=96, neurons=200, query_heads=3, key_heads=3, head_width=32, joint_norm=True,
+        layer_kinds=(LayerKind(2, value_from_key=True), LayerKind(1, key_heads=1)), activation="relu", **COMMON,
+    ),
+    "gemma 4": ModelSpec(
+        family="llama", width=160, neurons=64, experts=8, experts_per_token=3, shared_experts=2, router_norm=True,
+        expert_scales=True, branch_norms=True, layer_scales=True, layer_kinds=(
+            LayerKind(2, 20, local_positions=True), LayerKind(1, key_heads=1, head_width=96, value_from_key=True),
+        ),
+        query_heads=4, key_heads=2, head_width=32, norms="both", head_norm=True, value_norm=True, activation="gelu",
+        logit_cap=12.0, embedding_scale=12.65, attention_scale=3.3, local_attention_scale=1.9, tied_embeddings=True,
+        **COMMON,
+    ),
+    "scaled layers": ModelSpec(
+        family="llama", width=96, neurons=300, layer_kinds=(LayerKind(3),), query_heads=3, key_heads=3, head_width=32,
+        norms="after", layer_scales=True, activation="relu", **COMMON,
+    ),
     "layer norm both": ModelSpec(
         family="llama", width=128, neurons=300, layer_kinds=(LayerKind(2),), query_heads=4, key_heads=2, head_width=32,
         norm="layer", norms="both", activation="drelu", ffn_bias=False, **COMMON,
@@ -263,6 +288,10 @@ def _vector(name: str, length: int, random: np.random.Generator) -> Array:
         return _normal(random, (length,), 0.12)
     if name.endswith(("shared_gate", "choosing_bias")):
         return _normal(random, (length,), 0.15)
+    if name.endswith("router_norm"):
+        return _normal(random, (length,), 0.4) + np.float32(1.5)
+    if name.endswith(("expert_scales", ".scale")):
+        return _normal(random, (length,), 0.3) + np.float32(0.9)
     if name.endswith("sinks"):
         return _normal(random, (length,), 1.5)
     centre = 1.0 if name.endswith("norm") else -1.8 if name.endswith("up.bias") else 0.0

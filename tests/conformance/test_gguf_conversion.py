@@ -38,6 +38,7 @@ from tests.conformance.checkpoints import RECIPES, Recipe, tensors, tokens, writ
 from tests.conformance.gguf_files import (
     ARCHITECTURES,
     SCALE_PLACES,
+    gemma4_keys,
     gguf_name,
     latent_keys,
     llama3_factors,
@@ -127,6 +128,37 @@ def test_models_that_norm_outputs_are_the_same_package(name: str, tmp_path: Path
     told = replace(expected.manifest.model, norm_epsilon=float(np.float32(1e-5)), attention_scale=1.0)
     told = replace(told, local_attention_scale=1.0)
     assert package.manifest.model == told
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4 moe"])
+@pytest.mark.parametrize("joint", [True, False])
+def test_gemma_4_is_the_same_package(
+    name: str, joint: bool, tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    """Newer files have gate and up of all experts in one tensor."""
+    source = write_gguf(tmp_path / "m.gguf", RECIPES[name], "F32", metadata=gemma4_keys(RECIPES[name]), joint=joint)
+    expected, package = converted(name, "q8"), convert(source, tmp_path / "p", quantization="q8")
+    assert same_weights(package, expected)
+    assert package.manifest.model == replace(expected.manifest.model, norm_epsilon=float(np.float32(1e-5)))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"attention.shared_kv_layers": 2}, "gemma4.attention.shared_kv_layers: is 2: layers that share keys and"),
+        (
+            {"embedding_length_per_layer_input": 256},
+            "embedding_length_per_layer_input: is 256: embeddings of each layer",
+        ),
+        ({"attention.sliding_window_pattern": [True]}, "sliding_window_pattern: expected one value, or a list"),
+        ({"attention.head_count_kv": [2, 2, 0, 2, 1]}, "head_count_kv: expected one value, or a list"),
+        ({"rope.dimension_count_swa": 16}, "rope.dimension_count_swa: differs from the width of a head, 32"),
+    ],
+)
+def test_what_a_file_of_gemma_4_must_say(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    metadata = gemma4_keys(RECIPES["gemma4"]) | {f"gemma4.{key}": value for key, value in change.items()}
+    with pytest.raises(UserError, match=complaint):
+        convert(write_gguf(tmp_path / "m.gguf", RECIPES["gemma4"], metadata=metadata), tmp_path / "p")
 
 
 @pytest.mark.parametrize(("name", "layers", "width"), [("gemma2", 46, 32), ("gemma3", 62, 32)])

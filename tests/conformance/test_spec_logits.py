@@ -36,7 +36,11 @@ CASES = [(name, "f16") for name in SPECS] + [
     (name, q) for name in ("opt", "ungated relu2", "parallel", "turbosparse", "gpt-oss", "glm") for q in ("q8", "q4")
 ]
 CASES += [(name, q) for name in SPECS if name.startswith("latents") for q in ("q8", "q4", "q4k")]
-CASES += [(name, q) for name in ("norms after", "mixture with norms after", "gemma") for q in ("q8", "q4")]
+CASES += [
+    (name, q)
+    for name in ("norms after", "mixture with norms after", "gemma", "heads of layers", "gemma 4")
+    for q in ("q8", "q4")
+]
 RECURRENT = [name for name, model in SPECS.items() if model.is_recurrent]
 CASES += [(name, "q4") for name in RECURRENT]
 # In a mixture a token that goes to another expert, since inputs are rounded, changes the states of all later ones.

@@ -1,4 +1,4 @@
-"""Models with recurrent layers through the whole pipeline: states survive kills, and snapshots spare computing again."""
+"""Models with recurrent layers through the whole pipeline: states survive kills, and snapshots spare computing."""
 
 from __future__ import annotations
 

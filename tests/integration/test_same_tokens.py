@@ -99,6 +99,8 @@ KINDS = [
     ("bamboo", "f16", "silu"),
     ("gemma2", "f16", None),  # norms before and after, caps, gelu
     ("gemma3", "q4", None),  # two tables of positions
+    ("gemma4", "f16", None),  # heads that differ between layers
+    ("gemma4 moe", "q8", None),  # values from keys, norms of branches
     ("olmo2", "f16", None),  # norms after
     ("olmo3", "q8", None),
 ]
@@ -120,7 +122,7 @@ def test_every_kind_of_model_says_what_the_reference_engine_says(
         assert (logits.max(axis=1) - chosen < 0.05 * np.abs(logits).max()).all()
 
 
-@pytest.mark.parametrize("recipe", ["gemma3", "olmo2"])
+@pytest.mark.parametrize("recipe", ["gemma3", "gemma4 moe", "olmo2"])
 def test_norms_of_outputs_are_the_same_for_every_number_of_workers_and_any_memory(
     shell: Shell, converted: Converted, recipe: str
 ) -> None:

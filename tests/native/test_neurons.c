@@ -71,7 +71,7 @@ static void compute(stage *s, uint32_t first, uint32_t count) {
         for (uint32_t t = 0; t < count; t++)
             if (wants[i] >> (first + t) & 1) s->predicted[i * mask_bytes + t / 8] |= (uint8_t)(1u << t % 8);
     memcpy(s->residual, at_first[first], count * sizeof s->residual[0]);
-    const np_layer layer = {.experts = 1, .ffn_norm = {ones, NULL}, .silent_below = silent_below};
+    const np_layer layer = {.experts = 1, .key_heads = 1, .head_width = WIDTH, .ffn_norm = {ones, NULL}, .silent_below = silent_below};
     const np_fixed fixed = {.layers = &layer};
     const np_shared shared = {
         .residual = s->residual[0], .hidden = s->hidden[0], .partials = s->partials[0][0], .ranks = s->ranks[0], .predicted = s->predicted,

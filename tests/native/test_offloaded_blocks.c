@@ -34,7 +34,7 @@ static np_engine *made(stage *s, const void *zeros, int held) {
     const np_matrix matrix = {zeros, zeros, NP_Q8, 0};
     const np_norm norm = {zeros, NULL};
     for (int n = 0; n < LAYERS; n++)
-        layers[n] = (np_layer){.first_ffn = (uint32_t)n, .cached_before = (uint32_t)n * 2 * WIDTH, .experts = 1, .qkv = matrix, .attention_output = matrix, .attention_norm = norm, .ffn_norm = norm, .rotary = 1};
+        layers[n] = (np_layer){.first_ffn = (uint32_t)n, .key_heads = 1, .head_width = WIDTH, .cached_before = (uint32_t)n * 2 * WIDTH, .experts = 1, .qkv = matrix, .attention_output = matrix, .attention_norm = norm, .ffn_norm = norm, .rotary = 1};
     const np_fixed fixed = {.embedding = matrix, .output = matrix, .output_norm = norm, .inverse_frequency = zeros, .layers = layers};
     const np_shared shared = {
         .residual = s->residual[0], .queries = s->queries[0], .attention = s->attention[0], .hidden = s->hidden[0],

@@ -57,7 +57,7 @@ def test_a_prompt_looks_at_all_positions_before_it_within_each_layers_window(tok
     windowed = dataclasses.replace(model, model=dataclasses.replace(model.model, layer_kinds=kinds))
     seen = [before + number + 1 for number in range(tokens)]
     expected = sum(2 * count + 3 * min(count, 10) for count in seen)
-    assert prompts._attended(windowed, tokens, before) == expected
+    assert prompts._attended_elements(windowed, tokens, before) == expected * model.model.head_width
 
 
 def test_a_prompt_takes_longer_than_its_products_and_the_more_the_narrower_the_model() -> None:

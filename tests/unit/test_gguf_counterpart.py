@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from neuronpipe.plans.convert.gguf.gguf_model import open_gguf
 from neuronpipe.plans.lab import gguf_counterpart as counterpart_module
 from neuronpipe.plans.lab.gguf_counterpart import MIN_VOCABULARY, write_gguf_counterpart
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
+from neuronpipe.plans.lab.synth.shapes import SHAPES
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.manifest import EMBEDDINGS
-from neuronpipe.plans.reference.engine import expert_shares
+from neuronpipe.plans.reference.expert_shares import expert_shares
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
 
@@ -75,6 +77,13 @@ MIXTURES = {
         qkv_bias=True,
     ),
     "olmoe": replace(TINY, family="olmoe", experts=4, experts_per_token=2, joint_norm=True, normalized_shares=False),
+    "gemma4": replace(
+        SHAPES["gemma-4-100m"],
+        layer_kinds=SHAPES["gemma-4-100m"].layer_kinds[:2],
+        vocabulary=600,
+        norm_epsilon=2.0**-17,
+        embedding_scale=math.sqrt(512),
+    ),
     "smallthinker": SMALLTHINKER,
     "smallthinker without windows": replace(SMALLTHINKER, layer_kinds=(LayerKind(3),)),
 }

@@ -93,16 +93,20 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
         "Glm4MoeLiteConfig",
         "Gemma2Config",
         "Gemma3TextConfig",
+        "Gemma4TextConfig",
         "Olmo2Config",
         "Olmo3Config",
     ],
 )
 def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:
     ours, *others = (one.defaults for one in ARCHITECTURES.values() if one.config_class == owner)
-    assert others in ([], [ours])  # Gemma 3 alone and beside a vision tower; Phi-3.5-MoE under two names
+    assert others in ([], [ours])  # Gemma 3 and 4 alone and beside a vision tower; Phi-3.5-MoE under two names
     theirs = {"head_dim": None, **GOLDEN_DEFAULTS[owner]}  # Qwen2's class leaves it to modeling_qwen2.py, which agrees
     if owner == "GptOssConfig":
         theirs["rope_parameters"] = ours["rope_parameters"]  # its __post_init__ fills them in
+    if owner == "Gemma4TextConfig":  # likewise; they are parameters of its __post_init__
+        fields = ("rope_parameters", "global_head_dim", "num_global_key_value_heads", "per_layer_config")
+        theirs |= {name: ours[name] for name in fields}
     if owner in ("Glm4MoeConfig", "DeepseekV3Config"):
         theirs["num_nextn_predict_layers"] = theirs["num_mtp_layers"]  # published files have the older name
     assert dict(ours) == {name: theirs[name] for name in ours}

@@ -135,7 +135,7 @@ def test_a_mixture_walks_too_and_its_experts_are_all_of_use(tmp_path: Path) -> N
     assert all(layer.recall > 0.9 for layer in manifest.predictor.by_layer)
 
 
-SIBLINGS = ("smallthinker-100m", "qwen3-moe-100m")
+SIBLINGS = ("smallthinker-100m", "qwen3-moe-100m", "gemma-4-100m")
 
 
 @pytest.fixture(scope="module")

@@ -137,7 +137,7 @@ static void describe_product(np_engine *engine, np_product *product)
     memset(product, 0, sizeof *product);
     switch (current_turn(engine, &number)) {
     case NP_TURN_QKV:
-        describe_matrix(engine, NP_PRODUCT_QKV, np_qkv_rows(s), s->width, product);
+        describe_matrix(engine, NP_PRODUCT_QKV, np_qkv_rows(s, &engine->fixed.layers[engine->external.layer]), s->width, product);
         break;
     case NP_TURN_OUTPUT:
         describe_matrix(engine, NP_PRODUCT_ATTENTION_OUTPUT, s->width, s->query_heads * s->head_width, product);

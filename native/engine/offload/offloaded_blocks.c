@@ -132,7 +132,7 @@ void np_engine_offloaded_matrix(const np_engine *engine, np_offloaded_matrix *ou
         out->tokens = engine->count;
         out->columns = is_qkv ? s->width : s->query_heads * s->head_width;
         out->out = engine->shared.outputs;
-        out->rows = is_qkv ? np_qkv_rows(s) : s->width;
+        out->rows = is_qkv ? np_qkv_rows(s, &engine->fixed.layers[o->layer]) : s->width;
     }
     out->out_stride = out->rows;
 }

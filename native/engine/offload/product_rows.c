@@ -26,7 +26,7 @@ static int allocate_addresses(np_engine *engine)
     const np_shape *s = &engine->shape;
     np_external_state *e = &engine->external;
     int complete = 1;
-    e->max_rows = larger(larger(np_qkv_rows(s), s->width), engine->config.product_blocks * s->block_neurons);
+    e->max_rows = larger(larger(np_qkv_rows(s, engine->fixed.layers), s->width), engine->config.product_blocks * s->block_neurons);
     for (int i = 0; i < 3; i++) {
         if (!e->quants[i]) /* an earlier attempt may have allocated some */
             e->quants[i] = calloc(e->max_rows, sizeof(void *));
@@ -108,7 +108,7 @@ int np_engine_next_rows(np_engine *engine, np_product_rows *next)
         describe_neurons(engine, engine->groups[number].expert, next);
     } else {
         next->kind = turn == NP_TURN_QKV ? NP_PRODUCT_QKV : NP_PRODUCT_ATTENTION_OUTPUT;
-        next->rows = turn == NP_TURN_QKV ? np_qkv_rows(s) : s->width;
+        next->rows = turn == NP_TURN_QKV ? np_qkv_rows(s, engine->fixed.layers) : s->width;
         next->columns = turn == NP_TURN_QKV ? s->width : s->query_heads * s->head_width;
     }
     advance(e, turn == NP_TURN_GROUP ? np_neuron_products(engine) : 1, groups);

@@ -57,7 +57,8 @@ def gguf_mixture(
     normalized = architecture.normalized_shares
     if has("expert_weights_norm"):
         normalized = metadata.boolean(f"{name}.expert_weights_norm")
-    shared_experts = _parts(inventory, SHARED.format(routed_layer), neurons)
+    beside = DENSE if architecture.gemma4_layers else SHARED
+    shared_experts = _parts(inventory, beside.format(routed_layer), neurons)
     if integer("expert_shared_count", 0, MAX.experts, 0) and not shared_experts:
         metadata.fail(f"{name}.expert_shared_count", f"is not 0, but `{SHARED.format(routed_layer)}` is missing")
     groups = integer("expert_group_count", 1, experts, 1)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.plans.convert.chat_template import examined, gguf_template
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predictors, take_tensors
+from neuronpipe.plans.convert.gguf.gguf_gemma4 import gemma4_names, with_gemma4_layers
 from neuronpipe.plans.convert.gguf.gguf_latents import gguf_latents, latent_names, latent_scaling
 from neuronpipe.plans.convert.gguf.gguf_mixture import GgufMixture, gguf_mixture
 from neuronpipe.plans.convert.gguf.gguf_parts import OpenPart, open_parts
@@ -96,6 +97,7 @@ MIXTURE_NAMES = replace(
     dense="ffn_{}",
     stacked=True,
 )
+NOT_ROTATED = 1e20  # a divisor of frequencies by which a file says that a pair is not rotated
 NOPE_EVERY = 4  # in a smallthinker with windows, each fourth layer has neither window nor rotary positions
 
 
@@ -124,6 +126,8 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             metadata = metadata.over({"tokenizer.ggml.pre": OPT_SPLIT}, "OPT")
         else:
             model = _model(metadata, name, family.name, architecture, activation, inventory, options.context_tokens)
+            if architecture.gemma4_layers:
+                model = with_gemma4_layers(metadata, name, inventory, model)
             model = with_implied_fields(metadata, name, architecture, model)
         names = _names(model, architecture, inventory)
         names = powerinfer_names(names) if header.powerinfer else names
@@ -233,7 +237,9 @@ def _model(
     max_tokens = integer("context_length", 1, MAX.context_tokens)
     if context_tokens is not None and not 1 <= context_tokens <= max_tokens:
         metadata.fail(f"{name}.context_length", f"is {max_tokens}, so {context_tokens} tokens are impossible")
-    key_heads = integer("attention.head_count_kv", 1, MAX.key_heads, query_heads)
+    key_heads = query_heads
+    if not architecture.gemma4_layers:  # there they may differ between layers, and are read later
+        key_heads = integer("attention.head_count_kv", 1, MAX.key_heads, query_heads)
     window_tokens = integer("attention.sliding_window", 0, MAX.context_tokens, 0)
     try:
         return ModelSpec(
@@ -331,12 +337,14 @@ def _frequencies(
     if model.latent_width:
         return scaled_frequencies(_rope(metadata, name, architecture), model.rotary_width)
     rotated = _rotated_width(metadata, name, model)
-    frequencies = scaled_frequencies(_rope(metadata, name, architecture), model.head_width, rotated)
+    head_width = model.table_width(is_local=False)
+    frequencies = scaled_frequencies(_rope(metadata, name, architecture), head_width, rotated)
     if inventory.has("rope_freqs.weight"):
         factors = inventory.take("rope_freqs.weight", rotated // 2).vector()
         if (factors <= 0).any():
             metadata.fail("rope_freqs.weight", "holds factors that are not positive: damaged")
         frequencies[: len(factors)] /= factors
+        frequencies[: len(factors)][factors >= NOT_ROTATED] = 0
     return frequencies
 
 
@@ -385,10 +393,11 @@ def _yarn(metadata: Record, architecture: str, rules: GgufArchitecture) -> dict[
 
 def _rotated_width(metadata: Record, architecture: str, model: ModelSpec) -> int:
     field = f"{architecture}.rope.dimension_count"
-    rotated = _uniform(metadata, field, 2, model.head_width) if metadata.has(field) else model.head_width
+    head_width = model.table_width(is_local=False)
+    rotated = _uniform(metadata, field, 2, head_width) if metadata.has(field) else head_width
     if rotated % 2:
         metadata.fail(field, f"{rotated} is odd; rotation needs pairs")
-    if rotated < model.head_width and model.attention_scale != 1:
+    if rotated < head_width and model.attention_scale != 1:
         metadata.fail(field, "yarn's factor on scores is not supported where a part of a head rotates")
     return rotated
 
@@ -397,6 +406,8 @@ def _names(model: ModelSpec, architecture: GgufArchitecture, inventory: Inventor
     names = replace(NAMES if model.experts == 1 else MIXTURE_NAMES, ffn_norm=architecture.ffn_norm)
     if model.latent_width:
         return latent_names(names, inventory, query_rank=model.query_rank)
+    if architecture.gemma4_layers:
+        return gemma4_names(names, inventory)
     if not architecture.parallel:
         return names
     norm = "attn_norm_2" if inventory.has("blk.0.attn_norm_2.weight") else "attn_norm"

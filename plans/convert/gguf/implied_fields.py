@@ -38,7 +38,7 @@ def with_implied_fields(metadata: Record, name: str, rules: GgufArchitecture, mo
             ),
             embedding_scale=math.sqrt(model.width) if rules.scales_embedding else model.embedding_scale,
             attention_scale=model.attention_scale * scale,
-            local_attention_scale=scale if has_local else 1.0,
+            local_attention_scale=model.local_attention_scale * scale if has_local else 1.0,
             score_cap=cap("attn_logit_softcapping", rules.score_cap),
             logit_cap=cap("final_logit_softcapping", rules.logit_cap),
         )
@@ -52,9 +52,10 @@ def local_frequencies(
     """Return the table of layers with local positions, which no key scales; None if there are none."""
     if rules.local_theta is None or not any(model.local_layers):
         return None
-    field = f"{name}.rope.freq_base"
-    theta = rules.local_theta or (metadata.number(field, 1.0, 1e12) if metadata.has(field) else 10_000.0)
-    return scaled_frequencies(Record({"rope_theta": theta}, metadata.where), model.head_width)
+    field = f"{name}.rope.freq_base{'_swa' if rules.gemma4_layers else ''}"
+    stated = metadata.number(field, 1.0, 1e12) if metadata.has(field) else 10_000.0
+    theta = stated if rules.gemma4_layers else rules.local_theta or stated
+    return scaled_frequencies(Record({"rope_theta": theta}, metadata.where), model.table_width(is_local=True))
 
 
 def _require_windows(metadata: Record, name: str, rules: GgufArchitecture, model: ModelSpec) -> None:

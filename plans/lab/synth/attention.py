@@ -37,41 +37,46 @@ class Attention(NamedTuple):
 class AttentionMaker:
     """A maker of the attention of layers.
 
-    frequency: frequencies of rotary positions, [head_width / 2]
+    frequencies: tables of rotary positions, [head_width / 2]: of layers without local positions, and of those with them
     """
 
     def __init__(
         self,
         model: ModelSpec,
         places: Coordinates,
-        frequency: Array,
+        frequencies: tuple[Array, Array | None],
         sequences: CalibrationSequences,
         seed: int,
         pool: ThreadPoolExecutor,
     ) -> None:
-        self._model, self._places, self._frequency = model, places, frequency
+        self._model, self._places, self._frequencies = model, places, frequencies
         self._sequences, self._seed, self._pool = sequences, seed, pool
 
-    @property
-    def head_norm(self) -> Array:
-        """Weights of the norm of one head of queries or keys, for models with these norms."""
-        return np.full(self._model.head_width, QUERY_DEVIATION, dtype=np.float32)
+    def head_norm(self, layer: int) -> Array:
+        """Return the weights of the norm of one head of queries or keys, for models with these norms."""
+        deviation = QUERY_DEVIATION / np.sqrt(self._scale(layer))
+        return np.full(self._model.layer_heads[layer].width, deviation, dtype=np.float32)
+
+    def _scale(self, layer: int) -> float:
+        model = self._model
+        return model.local_attention_scale if model.local_layers[layer] else model.attention_scale
 
     def layer(self, layer: int, normed: Array) -> Attention:
         """Return a layer's attention. normed: its inputs for the calibration tokens [tokens, width]."""
         model, state, random = self._model, self._places.state, codes.generator(self._seed, 1, layer)
-        qkv = codes.zero_rows(model.qkv_rows, model.width)
-        qkv.quants[:, codes.code_bytes(state)] = codes.random_codes(model.qkv_rows, state.stop - state.start, random)
+        heads = model.layer_heads[layer]
+        qkv = codes.zero_rows(heads.qkv_rows, model.width)
+        qkv.quants[:, codes.code_bytes(state)] = codes.random_codes(heads.qkv_rows, state.stop - state.start, random)
         unit = codes.unit_scale(normed[:, state])
-        parts = np.full((model.qkv_rows, 1), unit * QUERY_DEVIATION)
-        parts[(model.query_heads + model.key_heads) * model.head_width :] = unit
+        parts = np.full((heads.qkv_rows, 1), unit * QUERY_DEVIATION)
+        parts[heads.query_width + heads.key_width :] = unit
         qkv.scales.view(Half)[:, codes.code_groups(state)] = parts
-        values = product("q4", qkv, normed).reshape(len(normed), -1, model.head_width)
+        values = product("q4", qkv, normed).reshape(len(normed), -1, heads.width)
         sequences = np.split(values, len(self._sequences.ids))
         mixed = np.concatenate(list(self._pool.map(partial(self._attend, layer), sequences)))
         written = self._places.attention
-        output = codes.zero_rows(model.width, model.query_width)
-        output.quants[written] = codes.random_codes(written.stop - written.start, model.query_width, random)
+        output = codes.zero_rows(model.width, heads.query_width)
+        output.quants[written] = codes.random_codes(written.stop - written.start, heads.query_width, random)
         scales = output.scales.view(Half)
         scales[written] = 1.0
         rows = Rows(output.quants[written], output.scales[written])
@@ -81,17 +86,23 @@ class AttentionMaker:
         change[:, written] = plain * scales[written][0, 0].astype(np.float32)
         return Attention(qkv, output, change)
 
-    def _attend(self, layer: int, heads: Array) -> Array:
-        model = self._model
-        queries, keys, values = np.split(heads, (model.query_heads, model.query_heads + model.key_heads), axis=1)
+    def _attend(self, layer: int, products: Array) -> Array:
+        model, heads = self._model, self._model.layer_heads[layer]
+        queries, keys, values = np.split(products, (heads.query_heads, heads.query_heads + heads.key_heads), axis=1)
+        values = keys if heads.value_from_key else values
+        if model.value_norm:
+            values = rms_norm(values, np.ones(heads.width, dtype=np.float32), model.norm_epsilon)
         if model.head_norm:
-            queries, keys = (rms_norm(part, self.head_norm, model.norm_epsilon) for part in (queries, keys))
+            queries, keys = (rms_norm(part, self.head_norm(layer), model.norm_epsilon) for part in (queries, keys))
         if model.joint_norm:
             queries, keys = (self._norm_jointly(part) for part in (queries, keys))
         if model.rotary_layers[layer]:
-            angles = np.arange(len(heads), dtype=np.float32)[:, None] * self._frequency
+            frequency = self._frequencies[model.local_layers[layer]]
+            assert frequency is not None
+            angles = np.arange(len(products), dtype=np.float32)[:, None] * frequency
             queries, keys = rotate(queries, angles), rotate(keys, angles)
-        return attend(queries, keys, values, model.windows_tokens[layer]).reshape(len(heads), -1)
+        queries = queries * np.float32(self._scale(layer))
+        return attend(queries, keys, values, model.windows_tokens[layer]).reshape(len(products), -1)
 
     def _norm_jointly(self, heads: Array) -> Array:
         weights = np.full(heads[0].size, QUERY_DEVIATION, dtype=np.float32)

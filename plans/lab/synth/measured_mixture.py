@@ -14,7 +14,8 @@ from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.predictions import StoredPredictor
-from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine, expert_shares
+from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from neuronpipe.plans.reference.expert_shares import expert_shares
 from neuronpipe.plans.reference.weights import PackageWeights
 from numpy.typing import NDArray
 

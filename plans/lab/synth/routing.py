@@ -16,7 +16,7 @@ from neuronpipe.plans.cost.activation_rates import HotExperts, hot_experts_of
 from neuronpipe.plans.lab.synth.shapes import Coordinates
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.predictor.fit import quantile
-from neuronpipe.plans.reference.engine import expert_shares
+from neuronpipe.plans.reference.expert_shares import expert_shares
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,24 @@ _OLMOE: dict[str, Any] = {
     "family": "olmoe", "activation": "silu", "norm_epsilon": 1e-5, "joint_norm": True, "normalized_shares": False,
 }  # fmt: skip
 
+# Without the published factor of embeddings: those of synthetic packages are as large as the residual stream should be.
+# The output matrix is not the embedding, so that greedy decoding follows trajectories.
+_GEMMA4: dict[str, Any] = {
+    "family": "gemma4", "activation": "gelu", "norm_epsilon": 1e-6, "norms": "both", "head_norm": True,
+    "value_norm": True, "router_norm": True, "expert_scales": True, "branch_norms": True, "layer_scales": True,
+    "logit_cap": 30.0,
+}  # fmt: skip
+
+
+def _layers_of_gemma4(periods: int, window: int, key_heads: int, head_width: int) -> tuple[LayerKind, ...]:
+    """Return runs of five layers with windows and one without, which has wider heads and no value matrix.
+
+    key_heads, head_width: sizes of the heads of layers without windows
+    """
+    windowed = LayerKind(5, window, local_positions=True)
+    return (windowed, LayerKind(1, key_heads=key_heads, head_width=head_width, value_from_key=True)) * periods
+
+
 SHAPES = {
     "turbosparse-mistral-7b": _shape(4096, 14336, 32, (32, 8, 128), 32000, 4096),
     "turbosparse-1b": _shape(2048, 7168, 20, (16, 4, 128), 32000, 4096),
@@ -101,13 +120,28 @@ SHAPES = {
         512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), shared_experts=2,
         layer_kinds=(LayerKind(1, dense_experts=6), LayerKind(11)), **_GLM,
     ),
+    "gemma-4-26b-a4b": _shape(
+        2816, 704, 30, (16, 8, 256), 262144, 262144, (128, 8), shared_experts=3,
+        layer_kinds=_layers_of_gemma4(5, 1024, 2, 512), attention_scale=math.sqrt(512), local_attention_scale=16.0,
+        **_GEMMA4,
+    ),
+    "gemma-4-100m": _shape(
+        512, 128, 12, (8, 4, 32), 8000, 8192, (32, 4), shared_experts=3,
+        layer_kinds=_layers_of_gemma4(2, 512, 2, 64), attention_scale=8.0, local_attention_scale=math.sqrt(32),
+        **_GEMMA4,
+    ),
     "olmoe-7b": _shape(2048, 1024, 16, (16, 16, 128), 50304, 4096, (64, 8), **_OLMOE),
     "qwen3-30b-a3b": _shape(2048, 768, 48, (32, 4, 128), 151936, 40960, (128, 8), **_QWEN3),
     "qwen3-moe-100m": _shape(512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), **_QWEN3),
 }  # fmt: skip
 
 # Published bases of rotary positions. ModelSpec has no base, since packages have the table that follows from it.
-_ROPE_BASES = {"smallthinker": 1_500_000.0, "qwen3": 1_000_000.0, "gpt_oss": 150_000.0, "glm4_moe": 1_000_000.0}
+_ROPE_BASES = {
+    "smallthinker": 1_500_000.0, "qwen3": 1_000_000.0, "gpt_oss": 150_000.0, "glm4_moe": 1_000_000.0,
+    "gemma4": 1_000_000.0,
+}  # fmt: skip
+LOCAL_ROPE_BASE = 10_000.0  # of Gemma 4's layers with windows
+PROPORTION = 0.25  # of the pairs of a head that rotate in its other layers
 
 
 def rope_base(model: ModelSpec) -> float:
@@ -116,14 +150,26 @@ def rope_base(model: ModelSpec) -> float:
 
 def rotated_width(model: ModelSpec) -> int:
     """Return how many elements of a head are rotated."""
-    return model.head_width // 2 if model.family == "glm4_moe" else model.head_width
+    width = model.table_width(is_local=False)
+    return width // 2 if model.family == "glm4_moe" else width
 
 
-def rope_frequencies(model: ModelSpec) -> NDArray[np.float32]:
-    """Return the table of rotary positions, [head_width / 2]; 0 for pairs that are not rotated."""
-    rotated, table = rotated_width(model), np.zeros(model.head_width // 2, dtype=np.float32)
+def rope_frequencies(model: ModelSpec, *, is_local: bool = False) -> NDArray[np.float32]:
+    """Return a table of rotary positions, [head_width / 2]; 0 for pairs that are not rotated."""
+    width = model.table_width(is_local=is_local)
+    rotated, table = rotated_width(model), np.zeros(width // 2, dtype=np.float32)
+    if model.family == "gemma4":
+        table[:] = (LOCAL_ROPE_BASE if is_local else rope_base(model)) ** (-np.arange(0, width, 2) / width)
+        table[rotated_pairs(model, is_local=is_local) :] = 0
+        return table
     table[: rotated // 2] = rope_base(model) ** (-np.arange(0, rotated, 2) / rotated)
     return table
+
+
+def rotated_pairs(model: ModelSpec, *, is_local: bool) -> int:
+    """Return how many pairs of a head of Gemma 4 are rotated."""
+    pairs = model.table_width(is_local=is_local) // 2
+    return pairs if is_local else int(pairs * PROPORTION)
 
 
 @frozen

@@ -14,12 +14,13 @@ import numpy as np
 from neuronpipe.plans.convert.quantize import decode
 from neuronpipe.plans.lab.synth import codes
 from neuronpipe.plans.lab.synth.activation_rates import active_shares, requested_by_layer
-from neuronpipe.plans.lab.synth.attention import AttentionMaker
-from neuronpipe.plans.lab.synth.neurons import Firing, LayerInput, NeuronMaker, Neurons, Pending
+from neuronpipe.plans.lab.synth.attention import ATTENTION_POWER, AttentionMaker
+from neuronpipe.plans.lab.synth.neurons import FEED_FORWARD_POWER, Firing, LayerInput, NeuronMaker, Neurons, Pending
 from neuronpipe.plans.lab.synth.prediction import Prediction, PredictorShape
 from neuronpipe.plans.lab.synth.routing import make_router
 from neuronpipe.plans.lab.synth.shapes import coordinates, rank_of, rope_frequencies
 from neuronpipe.plans.lab.synth.tokens import (
+    STATE_POWER,
     CalibrationSequences,
     Tables,
     calibration_sequences,
@@ -46,6 +47,10 @@ from neuronpipe.plans.reference.engine import rms_norm
 from numpy.typing import NDArray
 
 PREDICTOR_RECALL = 0.97
+OUTPUT_NORMS = {
+    "attention_output_norm": float(np.sqrt(ATTENTION_POWER * STATE_POWER)),
+    "ffn_output_norm": float(np.sqrt(FEED_FORWARD_POWER * STATE_POWER)),
+}
 BLOCK_NEURONS = 512
 MAX_AHEAD_NEURONS = 4096  # of the next experts, so that every core has work if experts have few blocks
 
@@ -89,7 +94,7 @@ def synthesize(
         name=name, source=Source("synthetic", name, model.activation), model=model, quantization="q4", end_tokens=(),
         layout=layout, files={}, quantization_error={}, fired_by_layer=None, workload=work,
     )  # fmt: skip
-    frequency = rope_frequencies(model)
+    frequencies = rope_frequencies(model), rope_frequencies(model, is_local=True) if any(model.local_layers) else None
     sequences = calibration_sequences(work)
     norm_weights = np.ones(model.width, dtype=np.float32)
     shape = PredictorShape(rank_of(model.width), predictor_quantization) if model.activation == "drelu" else None
@@ -99,19 +104,19 @@ def synthesize(
         PackageWriter(target, manifest, overwrite=overwrite) as writer,
         _Finisher(writer, manifest, progress) as finisher,
     ):
-        writer.vector("rope.inverse_frequency", frequency)
+        writer.vector("rope.inverse_frequency", frequencies[0])
+        if frequencies[1] is not None:
+            writer.vector("rope.local_inverse_frequency", frequencies[1])
         x = _write_tables(
             writer, model, work, sequences, pool.map(partial(_tables, model, work), [*work.presets, None])
         )
         writer.vector("output_norm", norm_weights)
-        attention = AttentionMaker(model, places, frequency, sequences, seed, pool)
+        attention = AttentionMaker(model, places, frequencies, sequences, seed, pool)
         block_neurons = BLOCK_NEURONS // layout.cluster_neurons * layout.cluster_neurons
         maker = NeuronMaker(model, places, sequences, block_neurons, seed, pool, gates or "q4")
         routed_before: Array | None = None
         for layer in range(model.layers):
             prefix, layer_input = f"layers.{layer}", x
-            for vector in ("attention_norm", "ffn_norm"):
-                writer.vector(f"{prefix}.{vector}", norm_weights)
             before = rms_norm(x, norm_weights, model.norm_epsilon)
             attention_layer = attention.layer(layer, before)
             writer.matrix(f"{prefix}.qkv", attention_layer.qkv)
@@ -121,9 +126,12 @@ def synthesize(
                     continue
                 if vector.endswith((".bias", ".sinks", ".choosing_bias", ".shared_gate")):
                     writer.vector(vector, np.zeros(length, dtype=np.float32))
-                if vector.endswith((".query_norm", ".key_norm")):
-                    writer.vector(vector, np.resize(attention.head_norm, length))
-            x = x + attention_layer.change
+                elif vector.endswith((".query_norm", ".key_norm")):
+                    writer.vector(vector, np.resize(attention.head_norm(layer), length))
+                elif not vector.endswith(".router"):
+                    weight = OUTPUT_NORMS.get(vector.removeprefix(f"{prefix}."), 1.0)
+                    writer.vector(vector, np.full(length, weight, dtype=np.float32))
+            x = x + _normed_output(model, "attention_output_norm", attention_layer.change)
             normed = rms_norm(x, norm_weights, model.norm_epsilon)
             always_active = model.expert_counts[layer] - model.routed_experts(layer)
             routed = np.full((len(x), always_active), 0.5 if model.shared_gate else 1.0, dtype=np.float32)
@@ -137,12 +145,18 @@ def synthesize(
                 predicts_from = before if reads == "attention" else normed
                 prediction = Prediction.of_layer(shape, places, normed, predicts_from, sequences.held_out)
             shares = active_shares(layer, model.layers, model.neurons, float(requested[layer]))
+            changes = np.zeros((2, *x.shape), dtype=np.float32) if model.norms_after else x[None]
             for expert, neurons in enumerate(
                 _experts(maker, model.first_ffns[layer], LayerInput(normed, shares, prediction), routed)
             ):
                 parts = routed[neurons.tokens, expert, None] * neurons.change
-                x[neurons.tokens, places.feed_forward] += parts
+                branch = int(model.branch_norms and expert < model.routed_experts(layer))
+                changes[branch, neurons.tokens, places.feed_forward] += parts
                 finisher.take(neurons)
+            if model.branch_norms:
+                changes = rms_norm(changes, norm_weights, model.norm_epsilon)
+            if model.norms_after:
+                x = x + _normed_output(model, "ffn_output_norm", changes.sum(axis=0))
         firings = finisher.firings()
         ffns = map(model.ffns_of, range(model.layers))
         by_layer = [firings[of_layer.start : of_layer.stop] for of_layer in ffns]
@@ -165,6 +179,12 @@ def synthesize(
                 package, predictor, [each.factors for each in firings if each.factors is not None], firing_shares
             )
         return writer.publish()
+
+
+def _normed_output(model: ModelSpec, name: str, change: Array) -> Array:
+    """Return what a layer adds to the residual stream. name: of the norm of outputs, if the model has it"""
+    weights = np.full(model.width, OUTPUT_NORMS[name], dtype=np.float32)
+    return rms_norm(change, weights, model.norm_epsilon) if model.norms_after else change
 
 
 def _experts(maker: NeuronMaker, first_ffn: int, read: LayerInput, routed: Array) -> Iterator[Neurons]:

@@ -190,6 +190,9 @@ def _parse_layer_kind(record: Record) -> LayerKind:
         record.boolean("local_positions") if record.has("local_positions") else False,
         record.choice("mixer", *CHOICES["mixer"]) if record.has("mixer") else "attention",
         record.boolean("feed_forward") if record.has("feed_forward") else True,
+        record.integer("key_heads", 0, MAX.key_heads) if record.has("key_heads") else 0,
+        record.integer("head_width", 0, MAX.head_width) if record.has("head_width") else 0,
+        record.boolean("value_from_key") if record.has("value_from_key") else False,
     )
     record.finish()
     return kind

@@ -46,6 +46,8 @@ class OpenClBackend(OffloadBackend):
             return "opencl does not compute attention with latents, which this model has"
         if manifest.model.norms_after or manifest.model.logit_cap:
             return "opencl computes neither norms of outputs nor caps; this model has them"
+        if manifest.model.do_heads_differ:
+            return "opencl does not compute heads that differ between layers, which this model has"
         if manifest.quantization == "f16":
             return "opencl needs a quantized package; this one is f16"
         if manifest.trigger_quantization == "q3":

@@ -116,6 +116,8 @@ def refusal(manifest: Manifest) -> str | None:
         return "onnx does not compute recurrent layers and gated attention, which this model has"
     if model.latent_width:
         return "onnx does not compute attention with latents, which this model has"
+    if model.do_heads_differ or model.value_norm:
+        return "onnx computes neither norms of values nor heads that differ between layers; this model has them"
     if model.norms_after or model.score_cap or model.logit_cap or any(model.local_layers):
         return "onnx computes neither norms of outputs, caps nor two tables of positions; this model has them"
     if manifest.quantization == "f16":

@@ -57,6 +57,7 @@ def main() -> None:
         transformers.Glm4MoeLiteConfig,
         transformers.Gemma2Config,
         transformers.Gemma3TextConfig,
+        transformers.Gemma4TextConfig,
         transformers.Olmo2Config,
         transformers.Olmo3Config,
     )
