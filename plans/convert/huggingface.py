@@ -17,6 +17,7 @@ from neuronpipe.plans.convert.refusals import refuse_missing_config, refuse_othe
 from neuronpipe.plans.convert.rope import (
     attention_scale,
     interleaved_order,
+    joined_order,
     latent_orders,
     latent_scale,
     layer_positions,
@@ -68,9 +69,10 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         elif frequencies is not None:
             model = _with_factor(model, frequencies, attention_scale(position_config, model.context_tokens))
         if architecture.joined_rows is not None:
-            orders["query_key_value"] = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
+            apart = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
+            orders["query_key_value"] = apart[joined_order(model, orders)] if orders else apart
         elif names.query_key_value is not None and orders:
-            orders["query_key_value"] = _joined_order(model, orders)
+            orders["query_key_value"] = joined_order(model, orders)
         down_by_neuron = names.joined_gate_up is not None and not is_in_mxfp4(
             inventory, names.layer.format(0), names.joined_gate_up
         )
@@ -154,12 +156,6 @@ def _with_factor(model: ModelSpec, frequencies: NDArray[np.float32], factor: flo
     if (frequencies == 0).any():
         return replace(model, rotary_scale=math.sqrt(factor))
     return replace(model, attention_scale=model.attention_scale * factor)
-
-
-def _joined_order(model: ModelSpec, orders: dict[str, RowNumbers]) -> RowNumbers:
-    """Return the order of the rows of a joined matrix of queries, keys and values."""
-    keys, values = model.query_width, model.query_width + model.key_width
-    return np.concatenate((orders["query"], orders["key"] + keys, np.arange(values, model.qkv_rows, dtype=np.int64)))
 
 
 def _architecture(config: Record) -> str:

@@ -128,7 +128,7 @@ def _read(config: Record, _: Callable[[str], bool], choices: Choices) -> ModelSp
 
 
 # In files of llama.cpp a single norm is named attn_norm; of two norms, attention's is attn_norm_2.
-GGUF = GgufArchitecture(interleaved=False, norm="layer", gated=False, parallel=True, activation=None)
+GGUF = GgufArchitecture(interleaved=False, norm="layer", gated=False, parallel="always", activation=None)
 
 FAMILY = Family(
     name=NAME,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from neuronpipe.plans.models.spec import (
     SELECTABLE_ACTIVATIONS,
@@ -157,8 +157,8 @@ class GgufArchitecture:
     harmless: a regular expression of the names of tensors that may be present and are ignored
     norm: norm of the layers; weights of LayerNorm have no offset, unlike those of checkpoints (`norm_offset`)
     gated: the feed-forward has Gate beside Up and Down
-    parallel: attention and feed-forward are computed from the same input, after one norm or one norm each; queries,
-        keys and values lie in one tensor, in that order
+    parallel: when attention and feed-forward are computed from the same input, after one norm or one norm each: if the
+        file has no norm of the feed-forward (one norm), or unless `use_parallel_residual` denies it (stated)
     partial_rotary: `rope.dimension_count` may be less than the width of a head
     activation_limit: the field of ModelSpec
     ffn_norm: the name of the feed-forward's norm
@@ -187,7 +187,7 @@ class GgufArchitecture:
     harmless: str = r"(?!)"
     norm: NormKind = "rms"
     gated: bool = True
-    parallel: bool = False
+    parallel: Literal["never", "always", "one norm", "stated"] = "never"
     partial_rotary: bool = False
     activation_limit: float = 0.0
     ffn_norm: str = "ffn_norm"
