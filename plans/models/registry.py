@@ -26,6 +26,7 @@ from neuronpipe.plans.models import (
     smallthinker,
     smollm3,
     sparse_llama,
+    stablelm,
 )
 from neuronpipe.plans.models.family import Architecture, Family, GgufArchitecture
 
@@ -53,6 +54,7 @@ FAMILIES: Mapping[str, Family] = {
         deepseek.FAMILY,
         gemma.FAMILY,
         olmo2.FAMILY,
+        stablelm.FAMILY,
     )
 }
 

@@ -81,6 +81,7 @@ MODEL_TYPES = {
     "Gemma3ForConditionalGeneration": "gemma3",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "StableLmForCausalLM": "stablelm",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -146,6 +147,27 @@ NORMED_OUTPUTS = {
     "Gemma3ForCausalLM": "of each head",
     "Olmo2ForCausalLM": "of all heads",
     "Olmo3ForCausalLM": "of all heads",
+}
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a class of dense models with LayerNorm calls its parts; a layer's after the layer's name."""
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}."
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # one: of both in parallel
+    norm_bias: bool = True
+    projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one of all three
+    attention_output: str = "self_attn.o_proj"
+    ffn: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    output_norm: str = "model.norm"
+    output: str = "lm_head"
+    biased: str = "qkv"  # the parts with biases if a recipe has some: qkv, o, f
+
+
+LAYER_NORMED = {
+    "StableLmForCausalLM": Named(),
 }
 
 RECIPES = {
@@ -451,6 +473,14 @@ RECIPES = {
                 },
             },
         ),
+        Recipe(
+            "stablelm", "StableLmForCausalLM", "silu", 128, 200, 3, 4, 2, 32, bias=True, dtype="BF16",
+            config={"use_qkv_bias": True, "partial_rotary_factor": 0.25},
+        ),
+        Recipe(
+            "stablelm parallel", "StableLmForCausalLM", "silu", 160, 333, 3, 5, 5, 32, tied=True,
+            config={"use_parallel_residual": True, "partial_rotary_factor": 0.5},
+        ),
     )
 }  # fmt: skip
 
@@ -499,6 +529,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         return
     if recipe.architecture in NORMED_OUTPUTS:
         yield from _normed_tensors(recipe)
+        return
+    if recipe.architecture in LAYER_NORMED:
+        yield from _layer_normed_tensors(recipe, LAYER_NORMED[recipe.architecture])
         return
     generator = np.random.PCG64(recipe.seed)
     width, neurons, heads_width = recipe.width, recipe.neurons, recipe.query_heads * recipe.head_width
@@ -803,6 +836,43 @@ def _normed_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
     yield norm("model.norm", width, 0.1)
     if not recipe.tied:
         yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
+
+
+def _layer_normed_tensors(recipe: Recipe, names: Named) -> Iterator[tuple[str, Array]]:
+    """Embeddings have a mean that LayerNorm takes away."""
+    generator, width = np.random.PCG64(recipe.seed), recipe.width
+    queries, keys = (heads * recipe.head_width for heads in (recipe.query_heads, recipe.key_heads))
+
+    def made(name: str, shape: tuple[int, ...], deviation: float, centre: float = 0.0) -> tuple[str, Array]:
+        return name, rounded(random_tensor(generator, shape, deviation) + np.float32(centre), recipe.dtype)
+
+    def linear(name: str, part: str, rows: int, columns: int, gain: float) -> Iterator[tuple[str, Array]]:
+        yield made(f"{name}.weight", (rows, columns), gain * columns**-0.5)
+        if recipe.bias and part in names.biased:
+            yield made(f"{name}.bias", (rows,), 0.3)
+
+    def norm(name: str) -> Iterator[tuple[str, Array]]:
+        yield made(f"{name}.weight", (width,), 0.1, 1.0)
+        if names.norm_bias:
+            yield made(f"{name}.bias", (width,), 0.2)
+
+    yield made(f"{names.embedding}.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0, 0.5)
+    *before, down = names.ffn
+    for number in range(recipe.layers):
+        layer = names.layer.format(number)
+        parallel = recipe.config.get("use_parallel_residual") and recipe.architecture == "StableLmForCausalLM"
+        for one in names.norms[:1] if parallel else names.norms:
+            yield from norm(f"{layer}{one}")
+        rows = (queries, keys, keys) if len(names.projections) == 3 else (queries + 2 * keys,)
+        for part, count in zip(names.projections, rows, strict=True):
+            yield from linear(f"{layer}{part}", "qkv", count, width, 1.3)
+        yield from linear(f"{layer}{names.attention_output}", "o", width, queries, 0.5)
+        for part in before:
+            yield from linear(f"{layer}{part}", "f", recipe.neurons, width, 1.0)
+        yield from linear(f"{layer}{down}", "f", width, recipe.neurons, 0.5)
+    yield from norm(names.output_norm)
+    if not recipe.tied:
+        yield made(f"{names.output}.weight", (recipe.vocabulary, width), 5 * width**-0.5)
 
 
 def tokens(recipe: Recipe, count: int = 40) -> list[int]:

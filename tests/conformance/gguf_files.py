@@ -97,9 +97,10 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "olmo2",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
+    "StableLmForCausalLM": "stablelm",
 }
 INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe")
-LAYER_NORM = ("falcon", "nemotron")
+LAYER_NORM = ("falcon", "nemotron", "stablelm")
 
 
 def gguf_name(name: str, *, normed: bool = False) -> str:

@@ -94,6 +94,18 @@ def test_models_without_a_gate_are_the_same_package(
     assert package.manifest.model == replace(expected.manifest.model, norm_epsilon=float(np.float32(1e-5)))
 
 
+@pytest.mark.parametrize(("name", "metadata"), [("stablelm", {}), ("stablelm parallel", {})])
+def test_models_with_layer_norm_are_the_same_package(
+    name: str, metadata: dict[str, Any], tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    recipe, expected = RECIPES[name], converted(name, "q8")
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata)
+    package = convert(source, tmp_path / "p", quantization="q8")
+    assert same_weights(package, expected)
+    ours, theirs = asdict(package.manifest.model), asdict(expected.manifest.model)
+    assert ours == {name: pytest.approx(value) if isinstance(value, float) else value for name, value in theirs.items()}
+
+
 GEMMA3 = RECIPES["gemma3"]
 NORMED: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "gemma2": (

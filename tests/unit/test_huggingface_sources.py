@@ -95,6 +95,7 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
         "Gemma3TextConfig",
         "Olmo2Config",
         "Olmo3Config",
+        "StableLmConfig",
     ],
 )
 def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:

@@ -150,6 +150,12 @@ def test_the_readme_says_of_every_class_what_was_tried() -> None:
         ("smallthinker", {"moe_num_primary_experts": 6}, r"primary_router\.weight: has shape \[7, 96\]"),
         ("smallthinker", {"moe_num_active_primary_experts": 9}, r"moe_num_active_primary_experts: 9 is outside 1\.\.7"),
         ("smallthinker", {"moe_layer_layout": [0, 1, 1, 1]}, "moe_layer_layout: layers without experts"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm: is true: norms of queries and keys are not supported"),
+        (
+            "stablelm",
+            {"use_parallel_residual": True},
+            r"post_attention_layernorm\.\w+: a tensor that this architecture",
+        ),
         ("smallthinker", {"rope_layout": [0, 1]}, r"rope_layout: \[0, 1\] is not 0 or 1 for each of 4 layers"),
     ],
 )
