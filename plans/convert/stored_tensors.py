@@ -49,6 +49,10 @@ class StoredMatrix:
         """Return a matrix of some stored rows."""
         return replace(self, rows=len(rows), order=rows)
 
+    def zeros(self) -> StoredMatrix:
+        """Return a matrix as large as this one, of zeros."""
+        return replace(self, order=np.full(self.rows, -1, dtype=np.int64))
+
     def rows_from(self, first: int, count: int) -> StoredMatrix:
         """Return a matrix of `count` stored rows, from row `first` on. Raises UserError if there are fewer."""
         if first + count > self.rows:

@@ -48,6 +48,7 @@ class TensorNames:
     gate_up: the tensor in which the rows of each expert's gate precede those of its up
     joined_gate_up: the tensor in which the rows of gate and up of all experts alternate
     attention_norm, ffn_norm: norms of what attention and feed-forward read
+    norm_bias: LayerNorm has biases; without them a package has zeros
     attention_output_norm, ffn_output_norm: norms of what they add to the residual stream
     sinks: scores of attention sinks; the whole name
     choosing_bias: biases of experts that only choose; the whole name
@@ -87,6 +88,7 @@ class TensorNames:
     sinks: str | None = None
     positions: str | None = None
     first_position: int = 0
+    norm_bias: bool = True
     router: str | None = None
     choosing_bias: str | None = None
     shared: str | None = None
@@ -156,6 +158,7 @@ class GgufArchitecture:
     latents: attention has latents, with heads whose ends are rotated by neighbouring elements
     harmless: a regular expression of the names of tensors that may be present and are ignored
     norm: norm of the layers; weights of LayerNorm have no offset, unlike those of checkpoints (`norm_offset`)
+    norm_bias: the field of TensorNames
     gated: the feed-forward has Gate beside Up and Down
     parallel: when attention and feed-forward are computed from the same input, after one norm or one norm each: if the
         file has no norm of the feed-forward (one norm), or unless `use_parallel_residual` denies it (stated)
@@ -165,6 +168,7 @@ class GgufArchitecture:
     full_layer_every: with windows, each layer of this number has none; 0: all layers have windows
     unrotated_layer_every: each layer of this number is not rotated; 0: all are
     has_scales: the file has factors of embeddings, attention scores, additions to the residual stream, and logits
+    multiplies_logits: the file has a factor of logits, `logit_scale`
     rounds_yarn: the bounds of YaRN are rounded to whole pairs
     norms: the field of ModelSpec
     scales_embedding: token embeddings are multiplied by the root of their width
@@ -186,6 +190,7 @@ class GgufArchitecture:
     latents: bool = False
     harmless: str = r"(?!)"
     norm: NormKind = "rms"
+    norm_bias: bool = True
     gated: bool = True
     parallel: Literal["never", "always", "one norm", "stated"] = "never"
     partial_rotary: bool = False
@@ -194,6 +199,7 @@ class GgufArchitecture:
     full_layer_every: int = 0
     unrotated_layer_every: int = 0
     has_scales: bool = False
+    multiplies_logits: bool = False
     rounds_yarn: bool = True
     norms: NormPlaces = "before"
     scales_embedding: bool = False

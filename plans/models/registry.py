@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from neuronpipe.plans.models import (
     arcee,
+    cohere,
     deepseek,
     ernie,
     falcon,
@@ -55,6 +56,7 @@ FAMILIES: Mapping[str, Family] = {
         gemma.FAMILY,
         olmo2.FAMILY,
         stablelm.FAMILY,
+        cohere.FAMILY,
     )
 }
 

@@ -82,6 +82,8 @@ MODEL_TYPES = {
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "StableLmForCausalLM": "stablelm",
+    "CohereForCausalLM": "cohere",
+    "Cohere2ForCausalLM": "cohere2",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -163,11 +165,14 @@ class Named:
     ffn: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     output_norm: str = "model.norm"
     output: str = "lm_head"
-    biased: str = "qkv"  # the parts with biases if a recipe has some: qkv, o, f
+    biased: tuple[str, ...] = ("qkv",)  # the parts with biases if a recipe has some
 
 
+COHERE = Named(norms=("input_layernorm",), norm_bias=False, biased=("qkv", "output"))
 LAYER_NORMED = {
     "StableLmForCausalLM": Named(),
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": COHERE,
 }
 
 RECIPES = {
@@ -480,6 +485,14 @@ RECIPES = {
         Recipe(
             "stablelm parallel", "StableLmForCausalLM", "silu", 160, 333, 3, 5, 5, 32, tied=True,
             config={"use_parallel_residual": True, "partial_rotary_factor": 0.5},
+        ),
+        Recipe(
+            "cohere", "CohereForCausalLM", "silu", 160, 270, 3, 5, 1, 32, tied=True, dtype="BF16",
+            config={"logit_scale": 0.5, "rope_theta": 75_000.0, "use_qk_norm": False},
+        ),
+        Recipe(
+            "cohere2", "Cohere2ForCausalLM", "silu", 128, 200, 5, 4, 2, 32, tied=True, bias=True, shards=2,
+            config={"logit_scale": 0.75, "sliding_window": 9, "sliding_window_pattern": 4, "attention_bias": True},
         ),
     )
 }  # fmt: skip
@@ -866,10 +879,10 @@ def _layer_normed_tensors(recipe: Recipe, names: Named) -> Iterator[tuple[str, A
         rows = (queries, keys, keys) if len(names.projections) == 3 else (queries + 2 * keys,)
         for part, count in zip(names.projections, rows, strict=True):
             yield from linear(f"{layer}{part}", "qkv", count, width, 1.3)
-        yield from linear(f"{layer}{names.attention_output}", "o", width, queries, 0.5)
+        yield from linear(f"{layer}{names.attention_output}", "output", width, queries, 0.5)
         for part in before:
-            yield from linear(f"{layer}{part}", "f", recipe.neurons, width, 1.0)
-        yield from linear(f"{layer}{down}", "f", width, recipe.neurons, 0.5)
+            yield from linear(f"{layer}{part}", "ffn", recipe.neurons, width, 1.0)
+        yield from linear(f"{layer}{down}", "ffn", width, recipe.neurons, 0.5)
     yield from norm(names.output_norm)
     if not recipe.tied:
         yield made(f"{names.output}.weight", (recipe.vocabulary, width), 5 * width**-0.5)

@@ -98,9 +98,11 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
     "StableLmForCausalLM": "stablelm",
+    "CohereForCausalLM": "command-r",
+    "Cohere2ForCausalLM": "cohere2",
 }
 INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe")
-LAYER_NORM = ("falcon", "nemotron", "stablelm")
+LAYER_NORM = ("falcon", "nemotron", "stablelm", "command-r", "cohere2")
 
 
 def gguf_name(name: str, *, normed: bool = False) -> str:

@@ -94,7 +94,15 @@ def test_models_without_a_gate_are_the_same_package(
     assert package.manifest.model == replace(expected.manifest.model, norm_epsilon=float(np.float32(1e-5)))
 
 
-@pytest.mark.parametrize(("name", "metadata"), [("stablelm", {}), ("stablelm parallel", {})])
+@pytest.mark.parametrize(
+    ("name", "metadata"),
+    [
+        ("stablelm", {}),
+        ("stablelm parallel", {}),
+        ("cohere", {"command-r.logit_scale": 0.5}),
+        ("cohere2", {"cohere2.logit_scale": 0.75, "cohere2.attention.sliding_window": 9}),
+    ],
+)
 def test_models_with_layer_norm_are_the_same_package(
     name: str, metadata: dict[str, Any], tmp_path: Path, converted: Callable[[str, str], Package]
 ) -> None:

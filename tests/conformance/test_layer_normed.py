@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.plans.convert import convert
+from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.protocol.errors import UserError
@@ -21,6 +22,11 @@ GOLDEN = np.load(Path(__file__).parent / "golden" / "logits.npz")
 ABLATIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("stablelm", "biases of queries, keys and values"): {"qkv_bias": False},
     ("stablelm", "the mean that norms take away"): {"norm": "rms"},
+    ("cohere", "one input of attention and feed-forward"): {"parallel": False},
+    ("cohere", "the mean that norms take away"): {"norm": "rms"},
+    ("cohere2", "biases of attention"): {"output_bias": False},
+    ("cohere2", "windows"): {"layer_kinds": (LayerKind(3), LayerKind(1, rotary=False), LayerKind(1))},
+    ("cohere2", "a layer without rotation"): {"layer_kinds": (LayerKind(3, 9), LayerKind(1), LayerKind(1, 9))},
     ("stablelm parallel", "one input of attention and feed-forward"): {"parallel": False},
 }
 
@@ -35,7 +41,12 @@ def test_logits_without_a_mechanism_are_others(
     assert np.abs(logits - GOLDEN[name]).max() > 0.05 * GOLDEN[name].std()
 
 
-@pytest.mark.parametrize("name", ["stablelm"])
+@pytest.mark.parametrize("name", ["cohere", "cohere2"])
+def test_the_factor_of_logits_multiplies(name: str, converted: Callable[[str, str], Package]) -> None:
+    assert converted(name, "f16").manifest.model.logit_scale == RECIPES[name].config["logit_scale"]
+
+
+@pytest.mark.parametrize("name", ["stablelm", "cohere"])
 def test_norms_of_heads_in_a_gguf_file_are_refused(name: str, tmp_path: Path) -> None:
     recipe = RECIPES[name]
     norms = np.ones((recipe.query_heads, recipe.head_width), np.float32)

@@ -156,6 +156,10 @@ def test_the_readme_says_of_every_class_what_was_tried() -> None:
             {"use_parallel_residual": True},
             r"post_attention_layernorm\.\w+: a tensor that this architecture",
         ),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm: is true: norms of queries and keys are not supported"),
+        ("cohere", {"attention_bias": True}, r"q_proj\.bias: the tensor is missing"),
+        ("cohere2", {"sliding_window": None}, "sliding_window: is missing: not supported"),
+        ("cohere2", {"layer_types": ["full_attention"]}, "layer_types: .*for each of 5 layers"),
         ("smallthinker", {"rope_layout": [0, 1]}, r"rope_layout: \[0, 1\] is not 0 or 1 for each of 4 layers"),
     ],
 )

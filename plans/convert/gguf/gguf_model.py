@@ -253,8 +253,9 @@ def _layer_kinds(
     files do not state. In a smallthinker with windows, layers 0, 4, 8 ... have none and are not rotated, as in
     llama.cpp."""
     if architecture.full_layer_every and window_tokens:
-        every = architecture.full_layer_every
-        return runs_of([0 if number % every == every - 1 else window_tokens for number in range(layers)])
+        every, unrotated = architecture.full_layer_every, architecture.unrotated_layer_every
+        windows = [0 if number % every == every - 1 else window_tokens for number in range(layers)]
+        return runs_of(windows, [not unrotated or (number + 1) % unrotated != 0 for number in range(layers)])
     if every := architecture.unrotated_layer_every:
         return runs_of([window_tokens] * layers, [(number + 1) % every != 0 for number in range(layers)])
     if architecture.router_reads != "layer" or not window_tokens:

@@ -57,7 +57,8 @@ def is_parallel(metadata: Record, name: str, architecture: GgufArchitecture, inv
 
 
 def tensor_names(model: ModelSpec, architecture: GgufArchitecture, inventory: Inventory) -> TensorNames:
-    names = replace(NAMES if model.experts == 1 else MIXTURE_NAMES, ffn_norm=architecture.ffn_norm)
+    names = NAMES if model.experts == 1 else MIXTURE_NAMES
+    names = replace(names, ffn_norm=architecture.ffn_norm, norm_bias=architecture.norm_bias)
     if model.latent_width:
         return latent_names(names, inventory, query_rank=model.query_rank)
     if inventory.has("blk.0.attn_qkv.weight"):
