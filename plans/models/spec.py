@@ -10,6 +10,7 @@ run. No other code depends on the family of a model.
     relu       0 for values up to activation_threshold, others unchanged
     latents    keys and values of all heads are products with one vector of a position, its latent
     gelu       gate * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 gate^3))) / 2
+    gelu_erf   gate * (1 + erf(gate / sqrt(2))) / 2
     norms after  x += norm(attention_output(..)) and x += norm(down(..)), besides or instead of the norms before
     clamped_swiglu  (clamp(up) + 1) * g * sigmoid(1.702 g) with g = min(gate, limit): the experts of gpt-oss
     mixture    down(inner(norm(x))) is a sum over the experts with the greatest router values, each times its share, and
@@ -29,7 +30,7 @@ from neuronpipe.plans.models.attention_sizes import AttentionSizes
 from neuronpipe.plans.models.expert_numbers import ExpertNumbers
 from neuronpipe.protocol.frozen import frozen
 
-Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu", "gelu"]
+Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu", "gelu", "gelu_erf"]
 NormKind = Literal["rms", "layer"]
 NormPlaces = Literal["before", "after", "both"]
 Positions = Literal["rotary", "learned"]
@@ -254,7 +255,7 @@ class ModelSpec(AttentionSizes, ExpertNumbers):
         self._require("query_heads", multiple, f"{self.query_heads} is no multiple of key_heads, {self.key_heads}")
         if (fault := self.latent_fault()) is not None:
             raise SpecError(*fault)
-        plain = self.gated or self.activation in ("relu", "relu2")
+        plain = self.gated or self.activation in ("relu", "relu2", "gelu", "gelu_erf")
         self._require("activation", plain, f"{self.activation} needs a feed-forward with a gate")
         plain = self.activation == "relu" or self.activation_threshold == 0
         self._require("activation_threshold", plain, f"is not 0, but {self.activation} has none")
@@ -349,7 +350,7 @@ class ModelSpec(AttentionSizes, ExpertNumbers):
     @property
     def all_neurons_fire(self) -> bool:
         """True if no neuron has a value of exactly 0, so that every neuron of a chosen expert is needed."""
-        return self.activation in ("silu", "clamped_swiglu", "gelu")
+        return self.activation in ("silu", "clamped_swiglu", "gelu", "gelu_erf")
 
     @property
     def ffn_matrices(self) -> tuple[str, ...]:
