@@ -105,6 +105,9 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
 
 def _language_part(config: Record, architecture: Architecture) -> Record:
     """Return the configuration of the language model, with the defaults of its class."""
+    if renamed := {name: other for name, other in architecture.renamed.items() if config.has(name)}:
+        values = {other: config.value(name) for name, other in renamed.items()}
+        config = Record({name: config.value(name) for name in config.names()} | values, config.where)
     if architecture.part is None:
         return config.over(architecture.defaults, architecture.config_class)
     tied = "tie_word_embeddings"

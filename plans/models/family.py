@@ -119,6 +119,7 @@ class Architecture:
     local_theta: default base of the rotary positions of layers with windows, which have a table of their own; None: all
         layers have the same table
     part: the key under which config.json has the configuration of the language model; None: it has nothing else
+    renamed: keys of config.json that this class calls otherwise than others do -> their names in others
     extra_layers: the key of the number of layers behind the last one, which predict further tokens and are left out
     """
 
@@ -133,6 +134,7 @@ class Architecture:
     interleaved: bool | Callable[[Record], bool] = False
     local_theta: float | None = None
     part: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
     extra_layers: str | None = None
 
     def is_interleaved(self, config: Record) -> bool:
@@ -242,14 +244,17 @@ def sounds_like_relu(*names: str) -> str | None:
     return next((name for name in names if _RELU_MODELS.search(name)), None)
 
 
-def named_activation(record: Record, field: str, *, relu_may_mean_drelu: bool) -> Activation:
+def named_activation(
+    record: Record, field: str, *, relu_may_mean_drelu: bool, names: Mapping[str, Activation] = ACTIVATION_NAMES
+) -> Activation:
     """Return the activation that a field names. Raises UserError if the name is unknown or ambiguous.
 
     relu_may_mean_drelu: the name relu raises UserError, since SparseQwen2's files say relu, mean drelu and cannot be
         distinguished from files of a Qwen2 with relu
+    names: the names that the class knows
     """
-    if (name := record.text(field)) not in ACTIVATION_NAMES:
-        record.fail(field, f"{quoted(name)} is not supported; {', '.join(ACTIVATION_NAMES)} are (or pass --activation)")
+    if (name := record.text(field)) not in names:
+        record.fail(field, f"{quoted(name)} is not supported; {', '.join(names)} are (or pass --activation)")
     if name == "relu" and relu_may_mean_drelu:
         record.fail(field, f"is 'relu', but SparseQwen2 says so and means drelu; {SAY_WHICH}")
-    return ACTIVATION_NAMES[name]
+    return names[name]

@@ -12,6 +12,7 @@ from neuronpipe.plans.models import (
     falcon,
     gemma,
     glm4_moe,
+    gpt_neox,
     gpt_oss,
     granite,
     hunyuan,
@@ -57,6 +58,7 @@ FAMILIES: Mapping[str, Family] = {
         olmo2.FAMILY,
         stablelm.FAMILY,
         cohere.FAMILY,
+        gpt_neox.FAMILY,
     )
 }
 

@@ -84,6 +84,8 @@ MODEL_TYPES = {
     "StableLmForCausalLM": "stablelm",
     "CohereForCausalLM": "cohere",
     "Cohere2ForCausalLM": "cohere2",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -173,7 +175,13 @@ LAYER_NORMED = {
     "StableLmForCausalLM": Named(),
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE,
-}
+    "GPTNeoXForCausalLM": Named(
+        embedding="gpt_neox.embed_in", layer="gpt_neox.layers.{}.", projections=("attention.query_key_value",),
+        attention_output="attention.dense", ffn=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+        output_norm="gpt_neox.final_layer_norm", output="embed_out", biased=("qkv", "output", "ffn"),
+    ),
+    "Starcoder2ForCausalLM": Named(ffn=("mlp.c_fc", "mlp.c_proj"), biased=("qkv", "output", "ffn")),
+}  # fmt: skip
 
 RECIPES = {
     recipe.name: recipe
@@ -493,6 +501,18 @@ RECIPES = {
         Recipe(
             "cohere2", "Cohere2ForCausalLM", "silu", 128, 200, 5, 4, 2, 32, tied=True, bias=True, shards=2,
             config={"logit_scale": 0.75, "sliding_window": 9, "sliding_window_pattern": 4, "attention_bias": True},
+        ),
+        Recipe(
+            "gpt neox", "GPTNeoXForCausalLM", "gelu", 160, 333, 3, 5, 5, 32, bias=True,
+            config={"rotary_pct": 0.25, "rotary_emb_base": 5_000, "use_parallel_residual": True},
+        ),
+        Recipe(
+            "gpt neox in turn", "GPTNeoXForCausalLM", "gelu_fast", 96, 270, 3, 3, 3, 32, bias=True, dtype="BF16",
+            config={"rotary_pct": 0.5, "use_parallel_residual": False},
+        ),
+        Recipe(
+            "starcoder2", "Starcoder2ForCausalLM", "gelu_pytorch_tanh", 128, 500, 3, 4, 2, 32, tied=True, bias=True,
+            config={"norm_epsilon": 1e-5, "sliding_window": 9, "use_bias": True},
         ),
     )
 }  # fmt: skip

@@ -58,6 +58,13 @@ NAMES = {
     "self_attention.dense": "attn_output",
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
+    "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out": "output",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
 }
 OUTPUT_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -100,9 +107,11 @@ ARCHITECTURES = {
     "StableLmForCausalLM": "stablelm",
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
+    "GPTNeoXForCausalLM": "gptneox",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe")
-LAYER_NORM = ("falcon", "nemotron", "stablelm", "command-r", "cohere2")
+LAYER_NORM = ("falcon", "nemotron", "stablelm", "command-r", "cohere2", "gptneox", "starcoder2")
 
 
 def gguf_name(name: str, *, normed: bool = False) -> str:
@@ -114,7 +123,7 @@ def gguf_name(name: str, *, normed: bool = False) -> str:
     stem, kind = name.rsplit(".", 1)
     if normed and (match := re.fullmatch(r"model\.layers\.(\d+)\.(.*norm)", stem)):
         return f"blk.{match[1]}.{(NAMES | OUTPUT_NORMS)[match[2]]}.{kind}"
-    if match := re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.*)", stem):
+    if match := re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.*)", stem):
         return f"blk.{match[1]}.{NAMES.get(match[2], match[2])}.{kind}"
     return f"{NAMES[stem]}.{kind}"
 
@@ -130,7 +139,7 @@ def parts_apart(values: Array, recipe: Recipe) -> Array:
     group = recipe.query_heads // recipe.key_heads + 2
     rows = values.reshape(recipe.key_heads, group, recipe.head_width, -1)
     parts = (rows[:, :-2], rows[:, -2:-1], rows[:, -1:])
-    return np.concatenate([part.reshape(-1, values.shape[1]) for part in parts])
+    return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
 
 
 def write_gguf(
@@ -197,10 +206,11 @@ def add_rope(writer: GGUFWriter, recipe: Recipe) -> None:
         width = recipe.head_width
         writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0) * alpha ** (width / (width - 2)))
         return
-    if "rope_theta" in rope:
-        writer.add_rope_freq_base(rope["rope_theta"])
-    if "partial_rotary_factor" in values or "rotary_dim" in values:
+    if theta := rope.get("rotary_emb_base", rope.get("rope_theta")):
+        writer.add_rope_freq_base(theta)
+    if {"partial_rotary_factor", "rotary_pct", "rotary_dim"} & values.keys():
         share = values.get("partial_rotary_factor", values.get("rotary_dim", 0) / recipe.head_width)
+        share = values.get("rotary_pct", share)
         writer.add_rope_dimension_count(int(share * recipe.head_width))
         writer.add_rope_scaling_type(RopeScalingType.NONE)
     scaling = values.get("rope_scaling", rope if rope.get("rope_type") == "yarn" else {})

@@ -27,6 +27,12 @@ ABLATIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("cohere2", "biases of attention"): {"output_bias": False},
     ("cohere2", "windows"): {"layer_kinds": (LayerKind(3), LayerKind(1, rotary=False), LayerKind(1))},
     ("cohere2", "a layer without rotation"): {"layer_kinds": (LayerKind(3, 9), LayerKind(1), LayerKind(1, 9))},
+    ("gpt neox", "one input of attention and feed-forward"): {"parallel": False},
+    ("gpt neox", "biases of the feed-forward"): {"ffn_bias": False},
+    ("gpt neox in turn", "attention before the feed-forward"): {"parallel": True},
+    ("gpt neox in turn", "gelu"): {"activation": "relu"},
+    ("starcoder2", "windows"): {"layer_kinds": (LayerKind(3),)},
+    ("starcoder2", "gelu"): {"activation": "relu"},
     ("stablelm parallel", "one input of attention and feed-forward"): {"parallel": False},
 }
 

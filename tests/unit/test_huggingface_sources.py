@@ -98,6 +98,8 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
         "StableLmConfig",
         "CohereConfig",
         "Cohere2Config",
+        "GPTNeoXConfig",
+        "Starcoder2Config",
     ],
 )
 def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:

@@ -160,6 +160,10 @@ def test_the_readme_says_of_every_class_what_was_tried() -> None:
         ("cohere", {"attention_bias": True}, r"q_proj\.bias: the tensor is missing"),
         ("cohere2", {"sliding_window": None}, "sliding_window: is missing: not supported"),
         ("cohere2", {"layer_types": ["full_attention"]}, "layer_types: .*for each of 5 layers"),
+        ("gpt neox", {"hidden_act": "mish"}, "hidden_act: 'mish' is not supported; .*gelu_new"),
+        ("gpt neox", {"hidden_act": "silu"}, "activation: silu needs a feed-forward with a gate"),
+        ("gpt neox", {"attention_bias": False}, r"query_key_value\.bias: a tensor that this architecture"),
+        ("starcoder2", {"use_bias": False}, r"\.bias: a tensor that this architecture"),
         ("smallthinker", {"rope_layout": [0, 1]}, r"rope_layout: \[0, 1\] is not 0 or 1 for each of 4 layers"),
     ],
 )
