@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from neuronpipe.plans.models import (
     arcee,
+    bailing,
     cohere,
     deepseek,
     ernie,
@@ -59,6 +60,7 @@ FAMILIES: Mapping[str, Family] = {
         stablelm.FAMILY,
         cohere.FAMILY,
         gpt_neox.FAMILY,
+        bailing.FAMILY,
     )
 }
 

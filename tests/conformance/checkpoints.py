@@ -85,6 +85,8 @@ MODEL_TYPES = {
     "CohereForCausalLM": "cohere",
     "Cohere2ForCausalLM": "cohere2",
     "GPTNeoXForCausalLM": "gpt_neox",
+    "BailingMoeForCausalLM": "bailing_moe",
+    "BailingMoeV2ForCausalLM": "bailing_moe",
     "Starcoder2ForCausalLM": "starcoder2",
 }
 
@@ -116,11 +118,18 @@ class Parts:
     whole_norms: bool = False  # or all heads as one
     output_bias: bool = False  # of attention's last projection, where a recipe's others have one
     layer_norm: bool = False  # norms that take the mean away and add a bias
+    attention: str = "self_attn."  # what comes before the parts of attention
+    joins_projections: bool = False  # queries, keys and values are one matrix, and the last projection is `dense`
+    embedding: str = "model.embed_tokens"
 
 
 NORMS = ("q_norm", "k_norm")
 DEEPSEEK = Parts(correction="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.", norms=NORMS)
 MIXTRAL = Parts(router="block_sparse_moe.gate", experts="block_sparse_moe.experts.{}.", matrices=("w1", "w3", "w2"))
+BAILING = Parts(
+    shared="mlp.shared_experts.", norms=("query_layernorm", "key_layernorm"), attention="attention.",
+    joins_projections=True, embedding="model.word_embeddings",
+)  # fmt: skip
 PARTS = {
     "Glm4MoeForCausalLM": DEEPSEEK,
     "Dots1ForCausalLM": DEEPSEEK,
@@ -140,6 +149,8 @@ PARTS = {
         MIXTRAL, correction="block_sparse_moe.e_score_correction_bias", norms=NORMS, whole_norms=True
     ),
     "PhimoeForCausalLM": replace(MIXTRAL, output_bias=True, layer_norm=True),
+    "BailingMoeForCausalLM": BAILING,
+    "BailingMoeV2ForCausalLM": replace(BAILING, correction="mlp.gate.expert_bias"),
     "GraniteMoeForCausalLM": Parts(
         router="block_sparse_moe.router.layer", experts="block_sparse_moe.", matrices=("input_linear", "output_linear")
     ),
@@ -514,6 +525,23 @@ RECIPES = {
             "starcoder2", "Starcoder2ForCausalLM", "gelu_pytorch_tanh", 128, 500, 3, 4, 2, 32, tied=True, bias=True,
             config={"norm_epsilon": 1e-5, "sliding_window": 9, "use_bias": True},
         ),
+        Recipe(
+            "bailing", "BailingMoeForCausalLM", "silu", 128, 60, 3, 4, 2, 32, dtype="BF16", experts=10, shared=120,
+            config={
+                "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 60, "num_shared_experts": 2,
+                "norm_topk_prob": True, "first_k_dense_replace": 0, "use_bias": False, "norm_head": False,
+                "use_qk_norm": False,
+            },
+        ),
+        Recipe(
+            "bailing v2", "BailingMoeV2ForCausalLM", "silu", 96, 64, 4, 4, 1, 32, experts=12, shared=64, dense=(0,),
+            config={
+                "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "num_shared_experts": 1,
+                "intermediate_size": 150, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+                "routed_scaling_factor": 2.5, "score_function": "sigmoid", "norm_topk_prob": True, "use_bias": False,
+                "use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_theta": 6_000.0,
+            },
+        ),
     )
 }  # fmt: skip
 
@@ -735,21 +763,24 @@ def _mixture_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
             yield made(f"{name}.{parts.shared_gate}.weight", (1, width), 1.5 * width**-0.5)
 
     mean = 0.5 if parts.layer_norm else 0.0
-    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0, mean)
+    yield made(f"{parts.embedding}.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0, mean)
     for layer in range(recipe.layers):
         name = f"model.layers.{layer}"
+        attention = f"{name}.{parts.attention}"
         yield from norm(f"{name}.input_layernorm")
         if "kv_lora_rank" in recipe.config:
             heads_width = recipe.query_heads * recipe.config["v_head_dim"]
             for part, shape, deviation, centre in _latent_attention(recipe):
                 yield made(f"{name}.self_attn.{part}.weight", shape, deviation, centre)
+        elif parts.joins_projections:
+            yield from projection(f"{attention}query_key_value", heads_width + 2 * keys_width, width, 1.3)
         else:
             for part, rows in (("q", heads_width), ("k", keys_width), ("v", keys_width)):
                 yield from projection(f"{name}.self_attn.{part}_proj", rows, width, 1.3)
         if "kv_lora_rank" not in recipe.config and recipe.config.get("use_qk_norm", True):
             for one, values in zip(parts.norms, (heads_width, keys_width), strict=False):
-                yield made(f"{name}.self_attn.{one}.weight", (values if parts.whole_norms else head_width,), 0.3, 1.2)
-        yield from projection(f"{name}.self_attn.o_proj", width, heads_width, 0.5)
+                yield made(f"{attention}{one}.weight", (values if parts.whole_norms else head_width,), 0.3, 1.2)
+        yield from projection(f"{attention}{'dense' if parts.joins_projections else 'o_proj'}", width, heads_width, 0.5)
         yield from norm(f"{name}.post_attention_layernorm")
         if layer in recipe.dense:
             yield from gated(f"{name}.mlp.", GATED, recipe.config["intermediate_size"])

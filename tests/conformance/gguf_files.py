@@ -63,6 +63,9 @@ NAMES = {
     "embed_out": "output",
     "attention.query_key_value": "attn_qkv",
     "attention.dense": "attn_output",
+    "model.word_embeddings": "token_embd",
+    "attention.query_layernorm": "attn_q_norm",
+    "attention.key_layernorm": "attn_k_norm",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
@@ -108,9 +111,11 @@ ARCHITECTURES = {
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
     "GPTNeoXForCausalLM": "gptneox",
+    "BailingMoeForCausalLM": "bailingmoe",
+    "BailingMoeV2ForCausalLM": "bailingmoe2",
     "Starcoder2ForCausalLM": "starcoder2",
 }
-INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe")
+INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe", "bailingmoe")
 LAYER_NORM = ("falcon", "nemotron", "stablelm", "command-r", "cohere2", "gptneox", "starcoder2")
 
 
@@ -118,7 +123,7 @@ def gguf_name(name: str, *, normed: bool = False) -> str:
     """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight; normed: of a class that norms outputs"""
     if name.startswith("blk."):
         return name
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(("e_score_correction_bias", "mlp.gate.expert_bias")):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     stem, kind = name.rsplit(".", 1)
     if normed and (match := re.fullmatch(r"model\.layers\.(\d+)\.(.*norm)", stem)):
@@ -295,7 +300,13 @@ def add_tensor(
     match = re.search(r"self_attn\.([qk])_proj", name)
     if architecture in INTERLEAVED and match:
         values = interleaved(values, heads[match[1]])
-    if "query_key_value" in name:
+    if "query_key_value" in name and architecture == "bailingmoe":
+        ends = np.cumsum([count * recipe.head_width for count in (recipe.query_heads, recipe.key_heads)])
+        for part, rows in zip("qkv", np.split(values, ends), strict=True):
+            own = name.replace("attention.query_key_value", f"self_attn.{part}_proj")
+            add_tensor(writer, recipe, own, rows, encoding, architecture)
+        return
+    if "query_key_value" in name and architecture != "bailingmoe2":
         values = parts_apart(values, recipe)
     if architecture == "glm4moe":
         name = name.replace("post_attention_layernorm", "post_attention_norm")

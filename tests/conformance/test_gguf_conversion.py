@@ -278,6 +278,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "dots1": {"expert_gating_func": 2},
     "minimax-m2": {"expert_gating_func": 2, "expert_weights_norm": True},
     "hunyuan moe": {},
+    "bailing": {"expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_shared_count": 2},
+    "bailing v2": {
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+        "expert_group_count": 4,
+        "expert_group_used_count": 2,
+    },
     "granitemoe": {
         "embedding_scale": 1.5,
         "logit_scale": 0.5,

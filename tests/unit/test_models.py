@@ -164,6 +164,12 @@ def test_the_readme_says_of_every_class_what_was_tried() -> None:
         ("gpt neox", {"hidden_act": "silu"}, "activation: silu needs a feed-forward with a gate"),
         ("gpt neox", {"attention_bias": False}, r"query_key_value\.bias: a tensor that this architecture"),
         ("starcoder2", {"use_bias": False}, r"\.bias: a tensor that this architecture"),
+        ("bailing", {"norm_head": True}, "norm_head: is true: not supported"),
+        ("bailing", {"use_bias": ...}, r"use_bias: is true: .*BailingMoeConfig's default"),
+        ("bailing", {"num_experts": ...}, "num_experts: missing"),
+        ("bailing", {"num_shared_experts": 3}, r"shared_experts\.up_proj\.weight: has 120 neurons, but .* 121 to 180"),
+        ("bailing v2", {"score_function": "softmax"}, "score_function: only sigmoid"),
+        ("bailing v2", {"n_group": 5}, "n_group: 5 groups of 12 experts"),
         ("smallthinker", {"rope_layout": [0, 1]}, r"rope_layout: \[0, 1\] is not 0 or 1 for each of 4 layers"),
     ],
 )
