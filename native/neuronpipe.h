@@ -555,7 +555,7 @@ void np_loader_read_state(const np_loader *loader, np_loader_state *out);
  * claims the next head, rows or block of neurons. Results do not depend on which participant claims what: a row, head
  * or block is always computed as a whole, by the same kernel, in index order. Participants and their blocks may change
  * with every step. */
-enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3, NP_CLAMPED_SWIGLU = 4, NP_GELU = 5 };
+enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3, NP_CLAMPED_SWIGLU = 4, NP_GELU = 5, NP_GELU_ERF = 6 };
 enum { NP_NORM_RMS = 0, NP_NORM_LAYER = 1 };
 /* Norms of what attention and feed-forward read (before), or of what they add to the residual stream (after), or both. */
 enum { NP_NORMS_BEFORE = 0, NP_NORMS_AFTER = 1, NP_NORMS_BOTH = 2 };
@@ -611,8 +611,8 @@ typedef struct {
     int32_t value_norm;             /* 1: each head of values is RMS-normed, without weights */
     int32_t rotary;                 /* 1: heads are rotated; 0: learned position embeddings are added to the token embeddings */
     int32_t type;                   /* the inputs of the layers' matrices are prepared for this type: each has it, or another that reads the same inputs. With
-                                     * NP_SILU, NP_CLAMPED_SWIGLU and NP_GELU attention's matrices may have any quantized type */
-    int32_t activation;             /* NP_RELU ...; without a gate NP_RELU or NP_RELU2 */
+                                     * NP_SILU, NP_CLAMPED_SWIGLU, NP_GELU and NP_GELU_ERF attention's matrices may have any quantized type */
+    int32_t activation;             /* NP_RELU ...; without a gate NP_RELU, NP_RELU2, NP_GELU or NP_GELU_ERF */
     float activation_threshold;     /* a neuron fires if its trigger exceeds this; nonzero only with NP_RELU */
     float activation_limit;         /* NP_CLAMPED_SWIGLU: the limit of gate, from above, and of up, on both sides; otherwise 0 */
     float embedding_scale, logit_scale; /* factors of token embeddings and of logits */

@@ -52,7 +52,7 @@ static const char *invalid_size(const np_shape *s)
                 {"branch_norms", !s->branch_norms || (s->norms == NP_NORMS_BOTH && s->experts > 1)},
                 {"norms", s->norms == NP_NORMS_BEFORE || ((s->norms == NP_NORMS_AFTER || s->norms == NP_NORMS_BOTH) && !s->parallel)},
                 {"score_cap", s->score_cap >= 0.0f && isfinite(s->score_cap)}, {"logit_cap", s->logit_cap >= 0.0f && isfinite(s->logit_cap)},
-                {"activation", s->activation == NP_RELU || s->activation == NP_RELU2 ||
+                {"activation", s->activation == NP_RELU || s->activation == NP_RELU2 || s->activation == NP_GELU || s->activation == NP_GELU_ERF ||
                                    (s->gated && (s->activation == NP_DRELU || np_is_smooth(s)))},
                 {"activation_limit", s->activation == NP_CLAMPED_SWIGLU ? s->activation_limit > 0.0f && isfinite(s->activation_limit)
                                                                       : s->activation_limit == 0.0f},

@@ -197,7 +197,7 @@ static inline int np_predictor_decides(const np_engine *engine)
 /* True if every neuron has a value other than 0, so that all fire unless a threshold silences them. */
 static inline int np_is_smooth(const np_shape *s)
 {
-    return s->activation == NP_SILU || s->activation == NP_CLAMPED_SWIGLU || s->activation == NP_GELU;
+    return s->activation == NP_SILU || s->activation == NP_CLAMPED_SWIGLU || s->activation == NP_GELU || s->activation == NP_GELU_ERF;
 }
 
 /* True if every neuron of a layer fires for every token: a smooth activation without a threshold. */

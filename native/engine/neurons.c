@@ -26,6 +26,8 @@ static float activate(const np_shape *s, float gate, float up)
         return gate * gate * up;
     case NP_GELU:
         return np_gelu(gate) * up;
+    case NP_GELU_ERF:
+        return np_gelu_erf(gate) * up;
     case NP_CLAMPED_SWIGLU:
         return clamped_swiglu(s->activation_limit, gate, up);
     default:

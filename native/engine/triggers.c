@@ -4,11 +4,21 @@
 #include "engine/clusters.h"
 #include "engine/neuron_rows.h"
 #include "engine/prediction.h"
+#include "kernels/exponential.h"
 
 /* The value of a neuron without a gate that fired. */
 static float activate_without_gate(int activation, float up)
 {
-    return activation == NP_RELU2 ? up * up : up;
+    switch (activation) {
+    case NP_RELU2:
+        return up * up;
+    case NP_GELU:
+        return np_gelu(up);
+    case NP_GELU_ERF:
+        return np_gelu_erf(up);
+    default:
+        return up;
+    }
 }
 
 /* ---- clusters ---------------------------------------------------------------------------------------------------- */

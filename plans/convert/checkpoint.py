@@ -410,7 +410,9 @@ class _Tensors:
     def _take_norm(self, name: str, stored: str) -> None:
         self.vectors[name] = (self._weight(stored, self._model.width).plus(self._norm_offset),)
         if self._model.norm == "layer":
-            self.vectors[f"{name}.bias"] = (self._bias(stored, self._model.width),)
+            width, has_bias = self._model.width, self._names.norm_bias
+            bias = self._bias(stored, width) if has_bias else self._weight(stored, width).as_column().zeros()
+            self.vectors[f"{name}.bias"] = (bias,)
 
     def _take_experts(self, layer: str, name: str, rows: int, columns: int) -> Sequence[StoredMatrix]:
         """Return the matrix [rows, columns] with this name of each expert of a layer."""

@@ -12,11 +12,13 @@ import numpy as np
 from neuronpipe.plans.convert.chat_template import CONFIG, examined, huggingface_end, huggingface_template
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predictors, take_tensors
 from neuronpipe.plans.convert.end_tokens import EndToken, added_tokens, end_tokens, ids_at
+from neuronpipe.plans.convert.fp8_rows import F8, HARMLESS, METHODS, Fp8Reader
 from neuronpipe.plans.convert.joined_experts import is_in_mxfp4
 from neuronpipe.plans.convert.refusals import refuse_missing_config, refuse_other_directories
 from neuronpipe.plans.convert.rope import (
     attention_scale,
     interleaved_order,
+    joined_order,
     latent_orders,
     latent_scale,
     layer_positions,
@@ -54,7 +56,9 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     config = _language_part(document, architecture)
     ends = document if document.has("eos_token_id") else config
     with ExitStack() as files:
-        inventory = _inventory(path, files, open_file)
+        is_fp8 = _method(document) in METHODS
+        readers = {F8: Fp8Reader(document.record("quantization_config"))} if is_fp8 else {}
+        inventory = _inventory(Inventory(path, readers), path, files, open_file)
         model = architecture.read(config, inventory.has, Choices(options.activation, options.context_tokens))
         names = architecture.tensor_names(config, inventory.has)
         position_config, local = config, None
@@ -68,9 +72,10 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         elif frequencies is not None:
             model = _with_factor(model, frequencies, attention_scale(position_config, model.context_tokens))
         if architecture.joined_rows is not None:
-            orders["query_key_value"] = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
+            apart = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
+            orders["query_key_value"] = apart[joined_order(model, orders)] if orders else apart
         elif names.query_key_value is not None and orders:
-            orders["query_key_value"] = _joined_order(model, orders)
+            orders["query_key_value"] = joined_order(model, orders)
         down_by_neuron = names.joined_gate_up is not None and not is_in_mxfp4(
             inventory, names.layer.format(0), names.joined_gate_up
         )
@@ -78,7 +83,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         predictors = take_predictors(inventory, model, names, enabled=options.predictor)
         unused = f"{names.output}.weight" if model.tied_embeddings else "(?!)"
         left_out = [re.escape(names.layer.format(model.layers + n)) for n in range(_extra_layers(config, architecture))]
-        unused = "|".join([unused, *(f"{layer}.*" for layer in left_out)])
+        unused = "|".join([unused, HARMLESS if is_fp8 else "(?!)", *(f"{layer}.*" for layer in left_out)])
         inventory.refuse_leftovers(re.compile(f"{architecture.harmless}|{unused}"))
         tokenizer = read_tokenizer(options.tokenizer or path / "tokenizer.json", model.vocabulary)
         template = huggingface_template(path, options.chat_template)
@@ -103,6 +108,9 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
 
 def _language_part(config: Record, architecture: Architecture) -> Record:
     """Return the configuration of the language model, with the defaults of its class."""
+    if renamed := {name: other for name, other in architecture.renamed.items() if config.has(name)}:
+        values = {other: config.value(name) for name, other in renamed.items()}
+        config = Record({name: config.value(name) for name in config.names()} | values, config.where)
     if architecture.part is None:
         return config.over(architecture.defaults, architecture.config_class)
     tied = "tie_word_embeddings"
@@ -158,31 +166,32 @@ def _with_factor(model: ModelSpec, frequencies: NDArray[np.float32], factor: flo
     return replace(model, attention_scale=model.attention_scale * factor)
 
 
-def _joined_order(model: ModelSpec, orders: dict[str, RowNumbers]) -> RowNumbers:
-    """Return the order of the rows of a joined matrix of queries, keys and values."""
-    keys, values = model.query_width, model.query_width + model.key_width
-    return np.concatenate((orders["query"], orders["key"] + keys, np.arange(values, model.qkv_rows, dtype=np.int64)))
-
-
 def _architecture(config: Record) -> str:
     names = config.items("architectures")
     if len(names) != 1 or names[0] not in tuple(ARCHITECTURES):
         config.fail(
             "architectures", f"{quoted(names)} is not supported; classes of these families are: {', '.join(FAMILIES)}"
         )
-    if config.has("quantization_config") and not _is_mxfp4(config.record("quantization_config"), names[0]):
+    methods = ("mxfp4",) if _joins_experts(names[0]) else METHODS
+    if config.has("quantization_config") and _method(config) not in methods:
         config.fail("quantization_config", "quantized checkpoints are not supported; convert the original weights")
     return str(names[0])
 
 
-def _is_mxfp4(quantization: Record, architecture: str) -> bool:
+def _method(config: Record) -> str | None:
+    """Return the method by which a checkpoint is quantized, as the file names it; None if it does not."""
+    if not config.has("quantization_config"):
+        return None
+    quantization = config.record("quantization_config")
+    return quantization.text("quant_method") if quantization.has("quant_method") else None
+
+
+def _joins_experts(architecture: str) -> bool:
     names = ARCHITECTURES[architecture].names
-    has_joined = not callable(names) and names.joined_gate_up is not None
-    return has_joined and quantization.has("quant_method") and quantization.text("quant_method") == "mxfp4"
+    return not callable(names) and names.joined_gate_up is not None
 
 
-def _inventory(path: Path, files: ExitStack, open_file: OpenFile) -> Inventory:
-    inventory = Inventory(path)
+def _inventory(inventory: Inventory, path: Path, files: ExitStack, open_file: OpenFile) -> Inventory:
     index_path = path / "model.safetensors.index.json"
     if (path / "model.safetensors").exists() or not index_path.exists():
         names, promised = ["model.safetensors"], {}

@@ -8,6 +8,7 @@ and the rows of queries and keys are reordered so that rotated elements are pair
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,12 @@ def latent_orders(model: AttentionSizes) -> dict[str, NDArray[np.int64]]:
     """Return `interleaved_ends` of the matrices of a model with latents that compute rotated elements."""
     shapes = {"query": (model.query_heads, model.head_width), "latent_down": (1, model.cached_width)}
     return {part: interleaved_ends(*shape, model.rotary_width) for part, shape in shapes.items()}
+
+
+def joined_order(model: AttentionSizes, orders: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the order of the rows of a joined matrix of queries, keys and values. orders: of queries and of keys"""
+    keys, values = model.query_width, model.query_width + model.key_width
+    return np.concatenate((orders["query"], orders["key"] + keys, np.arange(values, model.qkv_rows, dtype=np.int64)))
 
 
 def _scaling(config: Record) -> Record | None:

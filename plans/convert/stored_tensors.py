@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 
@@ -50,6 +50,10 @@ class StoredMatrix:
     def selected(self, rows: RowNumbers) -> StoredMatrix:
         """Return a matrix of some stored rows."""
         return replace(self, rows=len(rows), order=rows)
+
+    def zeros(self) -> StoredMatrix:
+        """Return a matrix as large as this one, of zeros."""
+        return replace(self, order=np.full(self.rows, -1, dtype=np.int64))
 
     def rows_from(self, first: int, count: int) -> StoredMatrix:
         """Return a matrix of `count` stored rows, from row `first` on. Raises UserError if there are fewer."""
@@ -174,10 +178,13 @@ OpenFile = Callable[[Path], SourceFile]
 
 
 class Inventory:
-    """The tensors of a source by name. It records which are used, so that tensors are not ignored silently."""
+    """The tensors of a source by name. It records which are used, so that tensors are not ignored silently.
 
-    def __init__(self, where: Path) -> None:
-        self._where = where
+    readers: encoding -> function of the inventory, a name and a shape that takes a tensor with this encoding
+    """
+
+    def __init__(self, where: Path, readers: Mapping[str, Callable[..., StoredMatrix]] | None = None) -> None:
+        self._where, self._readers = where, readers or {}
         self._tensors: dict[str, tuple[SourceFile, int, tuple[int, ...], str]] = {}
         self._used: set[str] = set()
 
@@ -216,10 +223,20 @@ class Inventory:
                 f"but the configuration needs {list(shape)}"
             )
         file, offset, _, encoding = self._tensors[name]
+        if encoding in self._readers:
+            return self._readers[encoding](self, name, *shape)
         if encoding not in ENCODINGS or row_bytes(encoding, shape[-1]) is None:
             raise UserError(f"{file.path}: {safe_name(name)}: {encoding} is not supported; {', '.join(ENCODINGS)} are")
         self._used.add(name)
         return StoredMatrix(name, file, offset, shape[0] if len(shape) > 1 else 1, shape[-1], encoding)
+
+    def encoding(self, name: str) -> str:
+        return self._tensors[name][3]
+
+    def take_place(self, name: str) -> tuple[SourceFile, int]:
+        """Return the file and the offset of a tensor and mark it as used."""
+        self._used.add(name)
+        return self._tensors[name][:2]
 
     def take_bytes(self, name: str, *shape: int) -> tuple[SourceFile, int]:
         """Return the file and the offset of a tensor of bytes and mark it as used. Raises UserError as `take`."""

@@ -67,7 +67,7 @@ def _key_heads(config: Record, query_heads: int) -> int:
     return 1 if config.boolean("multi_query") else query_heads
 
 
-def _joined_rows(_: Record, model: ModelSpec) -> list[int]:
+def grouped_rows(_: Record, model: ModelSpec) -> list[int]:
     """Return the numbers of the joined tensor's rows in the order queries, keys, values. The tensor has one group for
     each key head: its queries, its key, its value."""
     group = model.query_heads // model.key_heads
@@ -128,7 +128,7 @@ def _read(config: Record, _: Callable[[str], bool], choices: Choices) -> ModelSp
 
 
 # In files of llama.cpp a single norm is named attn_norm; of two norms, attention's is attn_norm_2.
-GGUF = GgufArchitecture(interleaved=False, norm="layer", gated=False, parallel=True, activation=None)
+GGUF = GgufArchitecture(interleaved=False, norm="layer", gated=False, parallel="always", activation=None)
 
 FAMILY = Family(
     name=NAME,
@@ -139,7 +139,7 @@ FAMILY = Family(
             defaults=DEFAULTS,
             read=_read,
             names=_names,
-            joined_rows=_joined_rows,
+            joined_rows=grouped_rows,
             harmless=r"transformer\.h\.\d+\.self_attention\.(maybe_rotary|rotary_emb)\.inv_freq",
         ),
     },

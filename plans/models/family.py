@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from neuronpipe.plans.models.recurrent_tensors import RecurrentTensors
 from neuronpipe.plans.models.spec import (
@@ -49,6 +49,7 @@ class TensorNames:
     gate_up: the tensor in which the rows of each expert's gate precede those of its up
     joined_gate_up: the tensor in which the rows of gate and up of all experts alternate
     attention_norm, ffn_norm: norms of what attention and feed-forward read
+    norm_bias: LayerNorm has biases; without them a package has zeros
     attention_output_norm, ffn_output_norm: norms of what they add to the residual stream
     routed_norm, routed_output_norm, shared_output_norm: with norms of branches, those of the input and output of chosen
         experts, and of the output of shared experts, whose input has ffn_norm
@@ -105,6 +106,7 @@ class TensorNames:
     sinks: str | None = None
     positions: str | None = None
     first_position: int = 0
+    norm_bias: bool = True
     router: str | None = None
     choosing_bias: str | None = None
     shared: str | Mapping[str, str] | None = None
@@ -139,6 +141,7 @@ class Architecture:
         layers have the same table
     part: the key under which config.json has the configuration of the language model, which lies beside others: its
         tensors have names like language_model.model.norm or model.language_model.norm; None: it has nothing else
+    renamed: keys of config.json that this class calls otherwise than others do -> their names in others
     extra_layers: the key of the number of layers behind the last one, which predict further tokens and are left out
     """
 
@@ -153,6 +156,7 @@ class Architecture:
     interleaved: bool | Callable[[Record], bool] = False
     local_theta: float | None = None
     part: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
     extra_layers: str | None = None
 
     def is_interleaved(self, config: Record) -> bool:
@@ -196,15 +200,17 @@ class GgufArchitecture:
     latents: attention has latents, with heads whose ends are rotated by neighbouring elements
     harmless: a regular expression of the names of tensors that may be present and are ignored
     norm: norm of the layers; weights of LayerNorm have no offset, unlike those of checkpoints (`norm_offset`)
+    norm_bias: the field of TensorNames
     gated: the feed-forward has Gate beside Up and Down
-    parallel: attention and feed-forward are computed from the same input, after one norm or one norm each; queries,
-        keys and values lie in one tensor, in that order
+    parallel: when attention and feed-forward are computed from the same input, after one norm or one norm each: if the
+        file has no norm of the feed-forward (one norm), or unless `use_parallel_residual` denies it (stated)
     partial_rotary: `rope.dimension_count` may be less than the width of a head
     activation_limit: the field of ModelSpec
     ffn_norm: the name of the feed-forward's norm
     full_layer_every: with windows, each layer of this number has none; 0: all layers have windows
     unrotated_layer_every: each layer of this number is not rotated; 0: all are
     has_scales: the file has factors of embeddings, attention scores, additions to the residual stream, and logits
+    multiplies_logits: the file has a factor of logits, `logit_scale`
     rounds_yarn: the bounds of YaRN are rounded to whole pairs
     norms: the field of ModelSpec
     scales_embedding: token embeddings are multiplied by the root of their width
@@ -227,14 +233,16 @@ class GgufArchitecture:
     latents: bool = False
     harmless: str = r"(?!)"
     norm: NormKind = "rms"
+    norm_bias: bool = True
     gated: bool = True
-    parallel: bool = False
+    parallel: Literal["never", "always", "one norm", "stated"] = "never"
     partial_rotary: bool = False
     activation_limit: float = 0.0
     ffn_norm: str = "ffn_norm"
     full_layer_every: int = 0
     unrotated_layer_every: int = 0
     has_scales: bool = False
+    multiplies_logits: bool = False
     rounds_yarn: bool = True
     norms: NormPlaces = "before"
     scales_embedding: bool = False
@@ -278,14 +286,17 @@ def sounds_like_relu(*names: str) -> str | None:
     return next((name for name in names if _RELU_MODELS.search(name)), None)
 
 
-def named_activation(record: Record, field: str, *, relu_may_mean_drelu: bool) -> Activation:
+def named_activation(
+    record: Record, field: str, *, relu_may_mean_drelu: bool, names: Mapping[str, Activation] = ACTIVATION_NAMES
+) -> Activation:
     """Return the activation that a field names. Raises UserError if the name is unknown or ambiguous.
 
     relu_may_mean_drelu: the name relu raises UserError, since SparseQwen2's files say relu, mean drelu and cannot be
         distinguished from files of a Qwen2 with relu
+    names: the names that the class knows
     """
-    if (name := record.text(field)) not in ACTIVATION_NAMES:
-        record.fail(field, f"{quoted(name)} is not supported; {', '.join(ACTIVATION_NAMES)} are (or pass --activation)")
+    if (name := record.text(field)) not in names:
+        record.fail(field, f"{quoted(name)} is not supported; {', '.join(names)} are (or pass --activation)")
     if name == "relu" and relu_may_mean_drelu:
         record.fail(field, f"is 'relu', but SparseQwen2 says so and means drelu; {SAY_WHICH}")
-    return ACTIVATION_NAMES[name]
+    return names[name]

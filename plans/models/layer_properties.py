@@ -67,7 +67,7 @@ class LayerProperties:
     @property
     def all_neurons_fire(self) -> bool:
         """True if no neuron has a value of exactly 0, so that every neuron of a chosen expert is needed."""
-        return self.activation in ("silu", "clamped_swiglu", "gelu")
+        return self.activation in ("silu", "clamped_swiglu", "gelu", "gelu_erf")
 
     @property
     def ffn_matrices(self) -> tuple[str, ...]:

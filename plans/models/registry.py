@@ -6,12 +6,15 @@ from collections.abc import Mapping
 
 from neuronpipe.plans.models import (
     arcee,
+    bailing,
+    cohere,
     deepseek,
     ernie,
     falcon,
     gemma,
     gemma4,
     glm4_moe,
+    gpt_neox,
     gpt_oss,
     granite,
     granite_hybrid,
@@ -31,6 +34,7 @@ from neuronpipe.plans.models import (
     smallthinker,
     smollm3,
     sparse_llama,
+    stablelm,
 )
 from neuronpipe.plans.models.family import Architecture, Family, GgufArchitecture
 
@@ -63,6 +67,10 @@ FAMILIES: Mapping[str, Family] = {
         lfm2.FAMILY,
         nemotron_h.FAMILY,
         granite_hybrid.FAMILY,
+        stablelm.FAMILY,
+        cohere.FAMILY,
+        gpt_neox.FAMILY,
+        bailing.FAMILY,
     )
 }
 

@@ -10,6 +10,7 @@ run. No other code depends on the family of a model.
     relu       0 for values up to activation_threshold, others unchanged
     latents    keys and values of all heads are products with one vector of a position, its latent
     gelu       gate * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 gate^3))) / 2
+    gelu_erf   gate * (1 + erf(gate / sqrt(2))) / 2
     norms after  x += norm(attention_output(..)) and x += norm(down(..)), besides or instead of the norms before
     clamped_swiglu  (clamp(up) + 1) * g * sigmoid(1.702 g) with g = min(gate, limit): the experts of gpt-oss
     mixture    down(inner(norm(x))) is a sum over the experts with the greatest router values, each times its share, and
@@ -32,7 +33,7 @@ from neuronpipe.plans.models.layer_properties import LayerProperties
 from neuronpipe.plans.models.recurrent_sizes import Mixer, RecurrentSizes
 from neuronpipe.protocol.frozen import frozen
 
-Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu", "gelu"]
+Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu", "gelu", "gelu_erf"]
 NormKind = Literal["rms", "layer"]
 NormPlaces = Literal["before", "after", "both"]
 Positions = Literal["rotary", "learned"]
@@ -302,7 +303,7 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties, RecurrentSizes):
             if fault is not None:
                 raise SpecError(*fault)
         self._require_layers()
-        plain = self.gated or self.activation in ("relu", "relu2")
+        plain = self.gated or self.activation in ("relu", "relu2", "gelu", "gelu_erf")
         self._require("activation", plain, f"{self.activation} needs a feed-forward with a gate")
         plain = self.activation == "relu" or self.activation_threshold == 0
         self._require("activation_threshold", plain, f"is not 0, but {self.activation} has none")

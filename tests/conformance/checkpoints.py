@@ -83,6 +83,13 @@ MODEL_TYPES = {
     "Gemma4ForConditionalGeneration": "gemma4",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "StableLmForCausalLM": "stablelm",
+    "CohereForCausalLM": "cohere",
+    "Cohere2ForCausalLM": "cohere2",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "BailingMoeForCausalLM": "bailing_moe",
+    "BailingMoeV2ForCausalLM": "bailing_moe",
+    "Starcoder2ForCausalLM": "starcoder2",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
@@ -120,11 +127,18 @@ class Parts:
     whole_norms: bool = False  # or all heads as one
     output_bias: bool = False  # of attention's last projection, where a recipe's others have one
     layer_norm: bool = False  # norms that take the mean away and add a bias
+    attention: str = "self_attn."  # what comes before the parts of attention
+    joins_projections: bool = False  # queries, keys and values are one matrix, and the last projection is `dense`
+    embedding: str = "model.embed_tokens"
 
 
 NORMS = ("q_norm", "k_norm")
 DEEPSEEK = Parts(correction="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.", norms=NORMS)
 MIXTRAL = Parts(router="block_sparse_moe.gate", experts="block_sparse_moe.experts.{}.", matrices=("w1", "w3", "w2"))
+BAILING = Parts(
+    shared="mlp.shared_experts.", norms=("query_layernorm", "key_layernorm"), attention="attention.",
+    joins_projections=True, embedding="model.word_embeddings",
+)  # fmt: skip
 PARTS = {
     "Glm4MoeForCausalLM": DEEPSEEK,
     "Dots1ForCausalLM": DEEPSEEK,
@@ -144,6 +158,8 @@ PARTS = {
         MIXTRAL, correction="block_sparse_moe.e_score_correction_bias", norms=NORMS, whole_norms=True
     ),
     "PhimoeForCausalLM": replace(MIXTRAL, output_bias=True, layer_norm=True),
+    "BailingMoeForCausalLM": BAILING,
+    "BailingMoeV2ForCausalLM": replace(BAILING, correction="mlp.gate.expert_bias"),
     "GraniteMoeForCausalLM": Parts(
         router="block_sparse_moe.router.layer", experts="block_sparse_moe.", matrices=("input_linear", "output_linear")
     ),
@@ -158,6 +174,36 @@ NORMED_OUTPUTS = {
 }
 
 GEMMA4_KINDS = {"s": "sliding_attention", "f": "full_attention"}
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a class of dense models with LayerNorm calls its parts; a layer's after the layer's name."""
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}."
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # one: of both in parallel
+    norm_bias: bool = True
+    projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one of all three
+    attention_output: str = "self_attn.o_proj"
+    ffn: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    output_norm: str = "model.norm"
+    output: str = "lm_head"
+    biased: tuple[str, ...] = ("qkv",)  # the parts with biases if a recipe has some
+
+
+COHERE = Named(norms=("input_layernorm",), norm_bias=False, biased=("qkv", "output"))
+LAYER_NORMED = {
+    "StableLmForCausalLM": Named(),
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": COHERE,
+    "GPTNeoXForCausalLM": Named(
+        embedding="gpt_neox.embed_in", layer="gpt_neox.layers.{}.", projections=("attention.query_key_value",),
+        attention_output="attention.dense", ffn=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+        output_norm="gpt_neox.final_layer_norm", output="embed_out", biased=("qkv", "output", "ffn"),
+    ),
+    "Starcoder2ForCausalLM": Named(ffn=("mlp.c_fc", "mlp.c_proj"), biased=("qkv", "output", "ffn")),
+}  # fmt: skip
 
 RECIPES = {
     recipe.name: recipe
@@ -584,6 +630,51 @@ RECIPES = {
                 "position_embedding_type": "rope",
             },
         ),
+        Recipe(
+            "stablelm", "StableLmForCausalLM", "silu", 128, 200, 3, 4, 2, 32, bias=True, dtype="BF16",
+            config={"use_qkv_bias": True, "partial_rotary_factor": 0.25},
+        ),
+        Recipe(
+            "stablelm parallel", "StableLmForCausalLM", "silu", 160, 333, 3, 5, 5, 32, tied=True,
+            config={"use_parallel_residual": True, "partial_rotary_factor": 0.5},
+        ),
+        Recipe(
+            "cohere", "CohereForCausalLM", "silu", 160, 270, 3, 5, 1, 32, tied=True, dtype="BF16",
+            config={"logit_scale": 0.5, "rope_theta": 75_000.0, "use_qk_norm": False},
+        ),
+        Recipe(
+            "cohere2", "Cohere2ForCausalLM", "silu", 128, 200, 5, 4, 2, 32, tied=True, bias=True, shards=2,
+            config={"logit_scale": 0.75, "sliding_window": 9, "sliding_window_pattern": 4, "attention_bias": True},
+        ),
+        Recipe(
+            "gpt neox", "GPTNeoXForCausalLM", "gelu", 160, 333, 3, 5, 5, 32, bias=True,
+            config={"rotary_pct": 0.25, "rotary_emb_base": 5_000, "use_parallel_residual": True},
+        ),
+        Recipe(
+            "gpt neox in turn", "GPTNeoXForCausalLM", "gelu_fast", 96, 270, 3, 3, 3, 32, bias=True, dtype="BF16",
+            config={"rotary_pct": 0.5, "use_parallel_residual": False},
+        ),
+        Recipe(
+            "starcoder2", "Starcoder2ForCausalLM", "gelu_pytorch_tanh", 128, 500, 3, 4, 2, 32, tied=True, bias=True,
+            config={"norm_epsilon": 1e-5, "sliding_window": 9, "use_bias": True},
+        ),
+        Recipe(
+            "bailing", "BailingMoeForCausalLM", "silu", 128, 60, 3, 4, 2, 32, dtype="BF16", experts=10, shared=120,
+            config={
+                "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 60, "num_shared_experts": 2,
+                "norm_topk_prob": True, "first_k_dense_replace": 0, "use_bias": False, "norm_head": False,
+                "use_qk_norm": False,
+            },
+        ),
+        Recipe(
+            "bailing v2", "BailingMoeV2ForCausalLM", "silu", 96, 64, 4, 4, 1, 32, experts=12, shared=64, dense=(0,),
+            config={
+                "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "num_shared_experts": 1,
+                "intermediate_size": 150, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+                "routed_scaling_factor": 2.5, "score_function": "sigmoid", "norm_topk_prob": True, "use_bias": False,
+                "use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_theta": 6_000.0,
+            },
+        ),
     )
 }  # fmt: skip
 
@@ -647,6 +738,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         return
     if recipe.architecture == "Gemma4ForCausalLM":
         yield from _gemma4_tensors(recipe)
+        return
+    if recipe.architecture in LAYER_NORMED:
+        yield from _layer_normed_tensors(recipe, LAYER_NORMED[recipe.architecture])
         return
     generator = np.random.PCG64(recipe.seed)
     width, neurons, heads_width = recipe.width, recipe.neurons, recipe.query_heads * recipe.head_width
@@ -817,21 +911,24 @@ def _mixture_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
             yield made(f"{name}.{parts.shared_gate}.weight", (1, width), 1.5 * width**-0.5)
 
     mean = 0.5 if parts.layer_norm else 0.0
-    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0, mean)
+    yield made(f"{parts.embedding}.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0, mean)
     for layer in range(recipe.layers):
         name = f"model.layers.{layer}"
+        attention = f"{name}.{parts.attention}"
         yield from norm(f"{name}.input_layernorm")
         if "kv_lora_rank" in recipe.config:
             heads_width = recipe.query_heads * recipe.config["v_head_dim"]
             for part, shape, deviation, centre in _latent_attention(recipe):
                 yield made(f"{name}.self_attn.{part}.weight", shape, deviation, centre)
+        elif parts.joins_projections:
+            yield from projection(f"{attention}query_key_value", heads_width + 2 * keys_width, width, 1.3)
         else:
             for part, rows in (("q", heads_width), ("k", keys_width), ("v", keys_width)):
                 yield from projection(f"{name}.self_attn.{part}_proj", rows, width, 1.3)
         if "kv_lora_rank" not in recipe.config and recipe.config.get("use_qk_norm", True):
             for one, values in zip(parts.norms, (heads_width, keys_width), strict=False):
-                yield made(f"{name}.self_attn.{one}.weight", (values if parts.whole_norms else head_width,), 0.3, 1.2)
-        yield from projection(f"{name}.self_attn.o_proj", width, heads_width, 0.5)
+                yield made(f"{attention}{one}.weight", (values if parts.whole_norms else head_width,), 0.3, 1.2)
+        yield from projection(f"{attention}{'dense' if parts.joins_projections else 'o_proj'}", width, heads_width, 0.5)
         yield from norm(f"{name}.post_attention_layernorm")
         if layer in recipe.dense:
             yield from gated(f"{name}.mlp.", GATED, recipe.config["intermediate_size"])
@@ -1192,6 +1289,43 @@ def _gemma4_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
             yield made(f"{name}.experts.gate_up_proj", (recipe.experts, 2 * recipe.neurons, width), width**-0.5)
             yield made(f"{name}.experts.down_proj", (recipe.experts, width, recipe.neurons), recipe.neurons**-0.5)
     yield norm("model.norm", width, 0.1)
+
+
+def _layer_normed_tensors(recipe: Recipe, names: Named) -> Iterator[tuple[str, Array]]:
+    """Embeddings have a mean that LayerNorm takes away."""
+    generator, width = np.random.PCG64(recipe.seed), recipe.width
+    queries, keys = (heads * recipe.head_width for heads in (recipe.query_heads, recipe.key_heads))
+
+    def made(name: str, shape: tuple[int, ...], deviation: float, centre: float = 0.0) -> tuple[str, Array]:
+        return name, rounded(random_tensor(generator, shape, deviation) + np.float32(centre), recipe.dtype)
+
+    def linear(name: str, part: str, rows: int, columns: int, gain: float) -> Iterator[tuple[str, Array]]:
+        yield made(f"{name}.weight", (rows, columns), gain * columns**-0.5)
+        if recipe.bias and part in names.biased:
+            yield made(f"{name}.bias", (rows,), 0.3)
+
+    def norm(name: str) -> Iterator[tuple[str, Array]]:
+        yield made(f"{name}.weight", (width,), 0.1, 1.0)
+        if names.norm_bias:
+            yield made(f"{name}.bias", (width,), 0.2)
+
+    yield made(f"{names.embedding}.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0, 0.5)
+    *before, down = names.ffn
+    for number in range(recipe.layers):
+        layer = names.layer.format(number)
+        parallel = recipe.config.get("use_parallel_residual") and recipe.architecture == "StableLmForCausalLM"
+        for one in names.norms[:1] if parallel else names.norms:
+            yield from norm(f"{layer}{one}")
+        rows = (queries, keys, keys) if len(names.projections) == 3 else (queries + 2 * keys,)
+        for part, count in zip(names.projections, rows, strict=True):
+            yield from linear(f"{layer}{part}", "qkv", count, width, 1.3)
+        yield from linear(f"{layer}{names.attention_output}", "output", width, queries, 0.5)
+        for part in before:
+            yield from linear(f"{layer}{part}", "ffn", recipe.neurons, width, 1.0)
+        yield from linear(f"{layer}{down}", "ffn", width, recipe.neurons, 0.5)
+    yield from norm(names.output_norm)
+    if not recipe.tied:
+        yield made(f"{names.output}.weight", (recipe.vocabulary, width), 5 * width**-0.5)
 
 
 def tokens(recipe: Recipe, count: int = 40) -> list[int]:

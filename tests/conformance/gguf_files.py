@@ -58,6 +58,16 @@ NAMES = {
     "self_attention.dense": "attn_output",
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
+    "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out": "output",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "model.word_embeddings": "token_embd",
+    "attention.query_layernorm": "attn_q_norm",
+    "attention.key_layernorm": "attn_k_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
 }
 OUTPUT_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -98,21 +108,28 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "olmo2",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
+    "StableLmForCausalLM": "stablelm",
+    "CohereForCausalLM": "command-r",
+    "Cohere2ForCausalLM": "cohere2",
+    "GPTNeoXForCausalLM": "gptneox",
+    "BailingMoeForCausalLM": "bailingmoe",
+    "BailingMoeV2ForCausalLM": "bailingmoe2",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
-INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe")
-LAYER_NORM = ("falcon", "nemotron")
+INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe", "bailingmoe")
+LAYER_NORM = ("falcon", "nemotron", "stablelm", "command-r", "cohere2", "gptneox", "starcoder2")
 
 
 def gguf_name(name: str, *, normed: bool = False) -> str:
     """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight; normed: of a class that norms outputs"""
     if name.startswith("blk."):
         return "rope_freqs.weight" if name == "blk.rope_freqs" else name
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(("e_score_correction_bias", "mlp.gate.expert_bias")):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     stem, kind = name.rsplit(".", 1)
     if normed and (match := re.fullmatch(r"model\.layers\.(\d+)\.(.*norm)", stem)):
         return f"blk.{match[1]}.{(NAMES | OUTPUT_NORMS)[match[2]]}.{kind}"
-    if match := re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.*)", stem):
+    if match := re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.*)", stem):
         return f"blk.{match[1]}.{NAMES.get(match[2], match[2])}.{kind}"
     return f"{NAMES[stem]}.{kind}"
 
@@ -128,7 +145,7 @@ def parts_apart(values: Array, recipe: Recipe) -> Array:
     group = recipe.query_heads // recipe.key_heads + 2
     rows = values.reshape(recipe.key_heads, group, recipe.head_width, -1)
     parts = (rows[:, :-2], rows[:, -2:-1], rows[:, -1:])
-    return np.concatenate([part.reshape(-1, values.shape[1]) for part in parts])
+    return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
 
 
 def write_gguf(
@@ -196,10 +213,11 @@ def add_rope(writer: GGUFWriter, recipe: Recipe) -> None:
         width = recipe.head_width
         writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0) * alpha ** (width / (width - 2)))
         return
-    if "rope_theta" in rope:
-        writer.add_rope_freq_base(rope["rope_theta"])
-    if "partial_rotary_factor" in values or "rotary_dim" in values:
+    if theta := rope.get("rotary_emb_base", rope.get("rope_theta")):
+        writer.add_rope_freq_base(theta)
+    if {"partial_rotary_factor", "rotary_pct", "rotary_dim"} & values.keys():
         share = values.get("partial_rotary_factor", values.get("rotary_dim", 0) / recipe.head_width)
+        share = values.get("rotary_pct", share)
         writer.add_rope_dimension_count(int(share * recipe.head_width))
         writer.add_rope_scaling_type(RopeScalingType.NONE)
     scaling = values.get("rope_scaling", rope if rope.get("rope_type") == "yarn" else {})
@@ -349,7 +367,13 @@ def add_tensor(
     match = re.search(r"self_attn\.([qk])_proj", name)
     if architecture in INTERLEAVED and match:
         values = interleaved(values, heads[match[1]])
-    if "query_key_value" in name:
+    if "query_key_value" in name and architecture == "bailingmoe":
+        ends = np.cumsum([count * recipe.head_width for count in (recipe.query_heads, recipe.key_heads)])
+        for part, rows in zip("qkv", np.split(values, ends), strict=True):
+            own = name.replace("attention.query_key_value", f"self_attn.{part}_proj")
+            add_tensor(writer, recipe, own, rows, encoding, architecture)
+        return
+    if "query_key_value" in name and architecture != "bailingmoe2":
         values = parts_apart(values, recipe)
     if architecture == "glm4moe":
         name = name.replace("post_attention_layernorm", "post_attention_norm")

@@ -207,6 +207,25 @@ SPECS = {
         family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,
         norm="layer", activation="relu", gated=False, parallel=True, tied_embeddings=True, **COMMON,
     ),
+    "starcoder2": ModelSpec(
+        family="llama", width=128, neurons=700, layer_kinds=(LayerKind(2, 20),), query_heads=4, key_heads=2,
+        head_width=32, norm="layer", activation="gelu", gated=False, qkv_bias=True, output_bias=True, ffn_bias=True,
+        tied_embeddings=True, **COMMON,
+    ),
+    "neox": ModelSpec(
+        family="llama", width=96, neurons=500, layer_kinds=(LayerKind(3),), query_heads=3, key_heads=3, head_width=32,
+        norm="layer", activation="gelu_erf", gated=False, parallel=True, qkv_bias=True, output_bias=True, ffn_bias=True,
+        **COMMON,
+    ),
+    "gated gelu_erf": ModelSpec(
+        family="llama", width=96, neurons=300, layer_kinds=(LayerKind(2),), query_heads=3, key_heads=1, head_width=32,
+        activation="gelu_erf", **COMMON,
+    ),
+    "cohere": ModelSpec(
+        family="llama", width=128, neurons=300, layer_kinds=(LayerKind(2, 20), LayerKind(1, rotary=False)),
+        query_heads=4, key_heads=2, head_width=32, norm="layer", activation="silu", parallel=True, qkv_bias=True,
+        output_bias=True, logit_scale=0.7, tied_embeddings=True, **COMMON,
+    ),
 }  # fmt: skip
 
 RANK = 64

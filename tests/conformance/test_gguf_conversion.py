@@ -95,6 +95,28 @@ def test_models_without_a_gate_are_the_same_package(
     assert package.manifest.model == replace(expected.manifest.model, norm_epsilon=float(np.float32(1e-5)))
 
 
+@pytest.mark.parametrize(
+    ("name", "metadata"),
+    [
+        ("stablelm", {}),
+        ("stablelm parallel", {}),
+        ("gpt neox", {"gptneox.use_parallel_residual": True}),
+        ("starcoder2", {"starcoder2.attention.sliding_window": 9}),
+        ("cohere", {"command-r.logit_scale": 0.5}),
+        ("cohere2", {"cohere2.logit_scale": 0.75, "cohere2.attention.sliding_window": 9}),
+    ],
+)
+def test_models_with_layer_norm_are_the_same_package(
+    name: str, metadata: dict[str, Any], tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    recipe, expected = RECIPES[name], converted(name, "q8")
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata)
+    package = convert(source, tmp_path / "p", quantization="q8")
+    assert same_weights(package, expected)
+    ours, theirs = asdict(package.manifest.model), asdict(expected.manifest.model)
+    assert ours == {name: pytest.approx(value) if isinstance(value, float) else value for name, value in theirs.items()}
+
+
 GEMMA3 = RECIPES["gemma3"]
 NORMED: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "gemma2": (
@@ -288,6 +310,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "dots1": {"expert_gating_func": 2},
     "minimax-m2": {"expert_gating_func": 2, "expert_weights_norm": True},
     "hunyuan moe": {},
+    "bailing": {"expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_shared_count": 2},
+    "bailing v2": {
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+        "expert_group_count": 4,
+        "expert_group_used_count": 2,
+    },
     "granitemoe": {
         "embedding_scale": 1.5,
         "logit_scale": 0.5,

@@ -41,6 +41,12 @@ ABLATIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("phimoe", "biases of logits"): {"logit_bias": False},
     ("phimoe", "the factor of queries and keys"): {"attention_scale": 1.0},
     ("phi3", "the factor of rotated elements"): {"rotary_scale": 1.0},
+    ("bailing", "shared experts"): {"shared_experts": 0},
+    ("bailing", "softmax"): {"router": "sigmoid"},
+    ("bailing v2", "the bias that chooses"): {"choosing_bias": False},
+    ("bailing v2", "groups"): {"router_groups": 1, "groups_per_token": 1},
+    ("bailing v2", "norms of heads"): {"head_norm": False},
+    ("bailing v2", "the factor of shares"): {"routed_scale": 1.0},
     ("granitemoe", "the factor of embeddings"): {"embedding_scale": 1.0},
 }
 

@@ -48,6 +48,7 @@ CASES += [(name, "q8") for name in RECURRENT if SPECS[name].experts == 1]
 CASES += [(name, "q3") for name in ("many neurons", "turbosparse")]
 CASES += [("parallel", "q4k"), ("turbosparse", "q4k"), ("opt", "q5k"), ("many neurons", "q6k")]
 CASES += [("opt", "iq4"), ("turbosparse", "mxfp4"), ("gpt-oss", "mxfp4"), ("parallel", "q4h")]
+CASES += [("starcoder2", "q8"), ("neox", "q4k"), ("cohere", "q4k")]
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +239,7 @@ def test_a_step_that_contradicts_itself_is_refused(wrong: dict[str, Any], packag
         participant.compute(dataclasses.replace(right, **wrong))
 
 
-@pytest.mark.parametrize(("name", "quantization"), [("opt", "q8"), ("qwen3", "f16")])
+@pytest.mark.parametrize(("name", "quantization"), [("opt", "q8"), ("qwen3", "f16"), ("neox", "q4k")])
 def test_the_pipeline_gives_those_bits_whatever_is_resident(
     name: str, quantization: str, packages: Packages, shell: Shell
 ) -> None:

@@ -146,11 +146,14 @@ static void test_soft_cap(const char *isa) {
         CHECK(fabs(capped[i] - 30.0 * tanh(x[i] / 30.0)) <= 30.0 * 2e-7, "%s soft cap of %g: %.9g", isa, x[i], capped[i]);
         const double u = 0.79788456080286535588 * (x[i] + 0.044715 * pow(x[i], 3)), want = 0.5 * x[i] * (1 + tanh(u));
         CHECK(fabs(np_gelu(x[i]) - want) <= 2e-6 * fabs(x[i]), "%s gelu of %g: %.9g, want %.9g", isa, x[i], np_gelu(x[i]), want);
+        const double exact = x[i] * erfc(-x[i] * 0.70710678118654752440) / 2;
+        CHECK(fabs(np_gelu_erf(x[i]) - exact) <= 3e-7 * fabs(x[i]), "%s exact gelu of %g: %.9g, want %.9g", isa, x[i], np_gelu_erf(x[i]), exact);
     }
     float extremes[] = {INFINITY, -INFINITY, NAN, 0.0f};
     np_soft_cap(extremes, 4, 2.0f);
     CHECK(extremes[0] == 2.0f && extremes[1] == -2.0f && isnan(extremes[2]) && extremes[3] == 0.0f, "%s soft cap of infinities and NaN", isa);
     CHECK(np_gelu(INFINITY) == INFINITY && isnan(np_gelu(NAN)) && np_gelu(0.0f) == 0.0f && np_gelu(1e30f) == 1e30f, "%s gelu of extremes", isa);
+    CHECK(np_gelu_erf(INFINITY) == INFINITY && isnan(np_gelu_erf(NAN)) && np_gelu_erf(0.0f) == 0.0f && np_gelu_erf(1e30f) == 1e30f, "%s exact gelu of extremes", isa);
 }
 
 /* Scores that a cap makes nearly equal weigh nearly alike; sinks are not capped. */

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tests.conformance.checkpoints import END_TOKEN, TINY, tokenizer
 from tests.conformance.gguf_files import write_gguf
 
+SAME = {"stablelm2": "qwen2", "olmo": "gpt-2", "bailingmoe2": "bailingmoe"}  # one pattern under two names
 TEXT = "the other side's 1234 stones, and THE end:\n\n    if x >= 10:  return 'naïve' <|end|> 猫"
 SPACE = "▁"
 GOLDEN = json.loads((Path(__file__).parents[1] / "conformance" / "golden" / "splits.json").read_text())
@@ -72,7 +73,7 @@ def splits(pre: str, text: str) -> list[str]:
 
 @pytest.mark.parametrize("pre", SPLITS)
 def test_texts_are_split_as_llama_cpp_splits_them(pre: str) -> None:
-    pieces = dict(zip(GOLDEN["texts"], GOLDEN["pieces"][pre], strict=True))
+    pieces = dict(zip(GOLDEN["texts"], GOLDEN["pieces"][SAME.get(pre, pre)], strict=True))
     for text in pieces:
         # llama.cpp takes every space for an ASCII one here. In the pattern that these models were trained with, which
         # is the same, wide ones count among the Asian characters, and the library that trained them reads it so.
@@ -93,7 +94,7 @@ def test_digits_stand_alone_as_the_models_own_tokenizers_have_it(pre: str) -> No
 def test_accents_are_joined_to_letters_where_the_models_tokenizers_do_it(pre: str) -> None:
     tokenizer = built(byte_level(pre))
     same = tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids
-    assert same == (pre in ("qwen2", "qwen35", "command-r", "mpt"))
+    assert same == (pre in ("qwen2", "stablelm2", "qwen35", "command-r", "mpt", "olmo"))
 
 
 def test_begin_and_end_tokens_stand_where_the_file_wants_them() -> None:

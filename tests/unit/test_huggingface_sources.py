@@ -96,6 +96,11 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
         "Gemma4TextConfig",
         "Olmo2Config",
         "Olmo3Config",
+        "StableLmConfig",
+        "CohereConfig",
+        "Cohere2Config",
+        "GPTNeoXConfig",
+        "Starcoder2Config",
     ],
 )
 def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:

@@ -292,7 +292,7 @@ def of_gate(**fields: int) -> dict[str, dict[str, int]]:
         ({"score_cap": -1.0}, "score_cap"),
         ({"score_cap": float("nan")}, "score_cap"),
         ({"logit_cap": float("inf")}, "logit_cap"),
-        ({"activation": lib.NP_GELU, "gated": 0}, "activation"),
+        ({"activation": lib.NP_CLAMPED_SWIGLU, "gated": 0}, "activation"),
         ({"query_heads": 3, "key_heads": 2}, "query_heads"),
         ({"activation": 9}, "activation"),
         ({"activation": lib.NP_SILU, "gated": 0}, "activation"),

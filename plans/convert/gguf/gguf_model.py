@@ -6,16 +6,16 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from neuronpipe.plans.convert.chat_template import examined, gguf_template
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predictors, take_tensors
-from neuronpipe.plans.convert.gguf.gguf_gemma4 import gemma4_names, with_gemma4_layers
-from neuronpipe.plans.convert.gguf.gguf_latents import gguf_latents, latent_names, latent_scaling
+from neuronpipe.plans.convert.gguf.gguf_gemma4 import with_gemma4_layers
+from neuronpipe.plans.convert.gguf.gguf_latents import gguf_latents, latent_scaling
 from neuronpipe.plans.convert.gguf.gguf_mixture import GgufMixture, gguf_mixture
+from neuronpipe.plans.convert.gguf.gguf_names import is_parallel, tensor_names
 from neuronpipe.plans.convert.gguf.gguf_parts import OpenPart, open_parts
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import gguf_ends, package_tokenizer
 from neuronpipe.plans.convert.gguf.implied_fields import local_frequencies, with_implied_fields
@@ -32,6 +32,7 @@ from neuronpipe.plans.convert.rope import (
     MAX_THETA,
     attention_scale,
     interleaved_order,
+    joined_order,
     latent_orders,
     latent_scale,
     paired_order,
@@ -44,7 +45,6 @@ from neuronpipe.plans.models.family import (
     SAY_WHICH,
     Family,
     GgufArchitecture,
-    TensorNames,
     named_activation,
     sounds_like_relu,
 )
@@ -64,39 +64,6 @@ from neuronpipe.plans.strict_json import Record, one_line
 from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
 
-# Tensor names of llama.cpp, the same in every architecture (gguf-py/gguf/constants.py).
-NAMES = TensorNames(
-    embedding="token_embd",
-    output="output",
-    output_norm="output_norm",
-    layer="blk.{}.",
-    attention_norm="attn_norm",
-    ffn_norm="ffn_norm",
-    attention_output_norm="post_attention_norm",
-    ffn_output_norm="post_ffw_norm",
-    query="attn_q",
-    key="attn_k",
-    value="attn_v",
-    sinks="attn_sinks.weight",
-    query_norm="attn_q_norm",
-    key_norm="attn_k_norm",
-    attention_output="attn_output",
-    gate="ffn_gate",
-    up="ffn_up",
-    down="ffn_down",
-)
-MIXTURE_NAMES = replace(
-    NAMES,
-    router="ffn_gate_inp",
-    choosing_bias="exp_probs_b.bias",
-    gate="ffn_gate_exps",
-    up="ffn_up_exps",
-    down="ffn_down_exps",
-    shared="ffn_{}_shexp",
-    shared_gate="ffn_gate_inp_shexp",
-    dense="ffn_{}",
-    stacked=True,
-)
 NOT_ROTATED = 1e20  # a divisor of frequencies by which a file says that a pair is not rotated
 NOPE_EVERY = 4  # in a smallthinker with windows, each fourth layer has neither window nor rotary positions
 
@@ -129,7 +96,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             if architecture.gemma4_layers:
                 model = with_gemma4_layers(metadata, name, inventory, model)
             model = with_implied_fields(metadata, name, architecture, model)
-        names = _names(model, architecture, inventory)
+        names = tensor_names(model, architecture, inventory)
         names = powerinfer_names(names) if header.powerinfer else names
         down_by_neuron = header.powerinfer or _down_by_neuron(metadata, model, inventory)
         matrices, vectors = take_tensors(
@@ -241,6 +208,8 @@ def _model(
     if not architecture.gemma4_layers:  # there they may differ between layers, and are read later
         key_heads = integer("attention.head_count_kv", 1, MAX.key_heads, query_heads)
     window_tokens = integer("attention.sliding_window", 0, MAX.context_tokens, 0)
+    if architecture.norm == "layer" and inventory.has(norm := "blk.0.attn_q_norm.weight"):
+        metadata.fail(norm, "norms of queries and keys are not supported in this architecture")
     try:
         return ModelSpec(
             family=family,
@@ -258,12 +227,12 @@ def _model(
             joint_norm=architecture.joint_norm,
             activation=activation,
             gated=architecture.gated,
-            qkv_bias=architecture.qkv_bias or inventory.has("blk.0.attn_q.bias"),
+            qkv_bias=architecture.qkv_bias or any(map(inventory.has, ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"))),
             output_bias=inventory.has("blk.0.attn_output.bias"),
             attention_sinks=inventory.has("blk.0.attn_sinks.weight"),
             activation_limit=architecture.activation_limit,
             tied_embeddings=not inventory.has("output.weight"),
-            parallel=architecture.parallel,
+            parallel=is_parallel(metadata, name, architecture, inventory),
             **_scales(metadata, name, architecture, head_width),
         )
     except SpecError as error:
@@ -290,8 +259,9 @@ def _layer_kinds(
     files do not state. In a smallthinker with windows, layers 0, 4, 8 ... have none and are not rotated, as in
     llama.cpp."""
     if architecture.full_layer_every and window_tokens:
-        every = architecture.full_layer_every
-        return runs_of([0 if number % every == every - 1 else window_tokens for number in range(layers)])
+        every, unrotated = architecture.full_layer_every, architecture.unrotated_layer_every
+        windows = [0 if number % every == every - 1 else window_tokens for number in range(layers)]
+        return runs_of(windows, [not unrotated or (number + 1) % unrotated != 0 for number in range(layers)])
     if every := architecture.unrotated_layer_every:
         return runs_of([window_tokens] * layers, [(number + 1) % every != 0 for number in range(layers)])
     if architecture.router_reads != "layer" or not window_tokens:
@@ -402,18 +372,6 @@ def _rotated_width(metadata: Record, architecture: str, model: ModelSpec) -> int
     return rotated
 
 
-def _names(model: ModelSpec, architecture: GgufArchitecture, inventory: Inventory) -> TensorNames:
-    names = replace(NAMES if model.experts == 1 else MIXTURE_NAMES, ffn_norm=architecture.ffn_norm)
-    if model.latent_width:
-        return latent_names(names, inventory, query_rank=model.query_rank)
-    if architecture.gemma4_layers:
-        return gemma4_names(names, inventory)
-    if not architecture.parallel:
-        return names
-    norm = "attn_norm_2" if inventory.has("blk.0.attn_norm_2.weight") else "attn_norm"
-    return replace(names, query_key_value="attn_qkv", attention_norm=norm, ffn_norm="attn_norm")
-
-
 def _down_by_neuron(metadata: Record, model: ModelSpec, inventory: Inventory) -> bool:
     """Return True if Down of the experts is stored by neuron, as SmallThinker's own engine does under the same name.
     Raises UserError if the shape does not tell."""
@@ -443,5 +401,6 @@ def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArc
     if architecture.interleaved:
         return {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
     if architecture.partial_rotary and (rotated := _rotated_width(metadata, name, model)) < model.head_width:
-        return {part: paired_order(count, model.head_width, rotated) for part, count in heads.items()}
+        orders = {part: paired_order(count, model.head_width, rotated) for part, count in heads.items()}
+        return orders | {"query_key_value": joined_order(model, orders)}
     return {}

@@ -62,11 +62,15 @@ def _words_by_case() -> str:
     return words + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 SPLITS = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS)),
     "gpt-2": Split((_GPT2,)),
     "llama-bpe": Split((_words(r"\p{N}{1,3}"),), whole_words=True, starts=True),
     "qwen2": Split((_words(r"\p{N}"),), composed=True),
+    "stablelm2": Split((_words(r"\p{N}"),), composed=True),
+    "bailingmoe": Split((_BAILING,)),
+    "bailingmoe2": Split((_BAILING,)),
     "qwen35": Split((_words(r"\p{N}", marks=r"\p{M}"),), composed=True),
     "gpt-4o": Split((_words_by_case(),), whole_words=True),
     "command-r": Split(_EACH_DIGIT, composed=True),
@@ -74,6 +78,7 @@ SPLITS = {
     "starcoder": Split(_EACH_DIGIT),
     "refact": Split(_EACH_DIGIT),
     "mpt": Split((_GPT2,), composed=True),
+    "olmo": Split((_GPT2,), composed=True),
     "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
     "deepseek-llm": Split(
         (

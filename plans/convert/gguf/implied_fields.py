@@ -1,4 +1,4 @@
-"""The fields that GGUF files of Gemma and OLMo 2 imply and do not state, as in llama.cpp's llama-model.cpp."""
+"""The fields that GGUF files of Gemma, OLMo 2 and Cohere imply and do not state, as in llama.cpp's llama-model.cpp."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from neuronpipe.plans.convert.rope import scaled_frequencies
 from neuronpipe.plans.models.family import GgufArchitecture
-from neuronpipe.plans.models.spec import MAX_THRESHOLD, ModelSpec, SpecError
+from neuronpipe.plans.models.spec import MAX_SCALE, MAX_THRESHOLD, MIN_SCALE, ModelSpec, SpecError
 from neuronpipe.plans.strict_json import Record
 from numpy.typing import NDArray
 
@@ -26,6 +26,9 @@ def with_implied_fields(metadata: Record, name: str, rules: GgufArchitecture, mo
         field = f"{name}.{key}"
         return metadata.number(field, 0.0, MAX_THRESHOLD) if metadata.has(field) else default
 
+    logit_scale, field = model.logit_scale, f"{name}.logit_scale"
+    if rules.multiplies_logits:
+        logit_scale = metadata.number(field, MIN_SCALE, MAX_SCALE)
     scale = 1.0
     if model.layers == rules.layers_scaled_by_width:
         scale = math.sqrt(model.head_width / (model.width // model.query_heads))
@@ -39,6 +42,7 @@ def with_implied_fields(metadata: Record, name: str, rules: GgufArchitecture, mo
             embedding_scale=math.sqrt(model.width) if rules.scales_embedding else model.embedding_scale,
             attention_scale=model.attention_scale * scale,
             local_attention_scale=model.local_attention_scale * scale if has_local else 1.0,
+            logit_scale=logit_scale,
             score_cap=cap("attn_logit_softcapping", rules.score_cap),
             logit_cap=cap("final_logit_softcapping", rules.logit_cap),
         )
@@ -60,10 +64,11 @@ def local_frequencies(
 
 def _require_windows(metadata: Record, name: str, rules: GgufArchitecture, model: ModelSpec) -> None:
     """Raise UserError if a file lacks the window that its architecture needs, or states windows of other layers."""
-    if rules.norms == "both" and not any(model.windows_tokens):
+    unrotated = rules.full_layer_every > 0 and rules.unrotated_layer_every > 0
+    if (rules.norms == "both" or unrotated) and not any(model.windows_tokens):
         metadata.fail(f"{name}.attention.sliding_window", "is missing or 0: not supported in this architecture")
     field = f"{name}.attention.sliding_window_pattern"
-    if rules.norms == "before" or not metadata.has(field):
+    if (rules.norms == "before" and not unrotated) or not metadata.has(field):
         return
     stated, windows = metadata.value(field), [window > 0 for window in model.windows_tokens]
     if stated not in (windows, rules.full_layer_every):

@@ -70,7 +70,7 @@ def requested_by_layer(model: ModelSpec, seed: int) -> Shares:
 def cuts(activation: Activation, p: Shares) -> list[Shares]:
     """Return the thresholds, in standard deviations, that values of Gate, or of Gate and Up, exceed if a neuron fires;
     empty if all neurons fire. p: requested activity."""
-    if activation in ("silu", "clamped_swiglu", "gelu"):
+    if activation in ("silu", "clamped_swiglu", "gelu", "gelu_erf"):
         return []
     return [-quantile(p)] if activation == "relu" else list(thresholds(p))
 

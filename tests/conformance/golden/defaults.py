@@ -60,6 +60,11 @@ def main() -> None:
         transformers.Gemma4TextConfig,
         transformers.Olmo2Config,
         transformers.Olmo3Config,
+        transformers.StableLmConfig,
+        transformers.CohereConfig,
+        transformers.Cohere2Config,
+        transformers.GPTNeoXConfig,
+        transformers.Starcoder2Config,
     )
     table = {"transformers": transformers.__version__, **{owner.__name__: defaults(owner) for owner in owners}}
     Path(__file__).with_name("defaults.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")

@@ -4,8 +4,8 @@ logits.npz has already stays as it is, byte for byte; names make those anew: pyt
 Every recipe of checkpoints.py is written to disk, loaded by transformers' own classes and run in float32. Classes that
 are not part of transformers are others with an activation that is put in here: Bamboo is Mistral with the activation on
 gate and up alike, TurboSparse-Mixtral likewise Mixtral, ProSparse is Llama with a threshold, SparseLM is Llama with
-ReLU; MiniCPM is Granite, which has its scales under other names. SmallThinker is computed here from its description, a
-token after the other.
+ReLU; MiniCPM is Granite, which has its scales under other names. SmallThinker and Ling are computed here from their
+descriptions.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def golden_logits(recipe: Recipe, directory: Path) -> np.ndarray:
     write_checkpoint(directory, recipe)
     if recipe.architecture == "SmallThinkerForCausalLM":
         return smallthinker(recipe)
+    if recipe.architecture.startswith("BailingMoe"):
+        return bailing(recipe)
     changes, inner = stand_in(recipe)
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -163,6 +165,69 @@ def smallthinker(recipe: Recipe) -> np.ndarray:
             x = x + experts(layer, layer_input, norm(x, f"{name}.post_attention_layernorm"))
         rows.append(stored["model.embed_tokens.weight"] @ norm(x, "model.norm"))
     return np.stack(rows).astype(np.float32)
+
+
+def bailing(recipe: Recipe) -> np.ndarray:
+    """Ling of either generation in float64, as the code in its repositories computes it: all tokens of a layer."""
+    stored = {name: values.astype(np.float64) for name, values in tensors(recipe)}
+    settings, heads, keys, width = recipe.config, recipe.query_heads, recipe.key_heads, recipe.head_width
+    second, ids = recipe.architecture == "BailingMoeV2ForCausalLM", tokens(recipe)
+    rotated = int(width * settings.get("partial_rotary_factor", 1.0))
+    frequencies = settings.get("rope_theta", 10_000.0) ** (-np.arange(0, rotated, 2) / rotated)
+    turns = np.exp(1j * np.arange(len(ids))[:, None] * frequencies)[:, None]
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5) * stored[f"{name}.weight"]
+
+    def turned(states: np.ndarray) -> np.ndarray:
+        half = rotated // 2
+        pairs = (states[..., :half] + 1j * states[..., half:rotated]) * turns
+        return np.concatenate([pairs.real, pairs.imag, states[..., rotated:]], axis=-1)
+
+    def attention(name: str, x: np.ndarray) -> np.ndarray:
+        states = (x @ stored[f"{name}.query_key_value.weight"].T).reshape(len(x), -1, width)
+        q, k, v = np.split(states, [heads, heads + keys], axis=1)
+        if settings["use_qk_norm"]:
+            q, k = norm(q, f"{name}.query_layernorm"), norm(k, f"{name}.key_layernorm")
+        k, v = (np.repeat(part, heads // keys, axis=1) for part in (turned(k), v))
+        scores = np.einsum("ihd,jhd->hij", turned(q), k) / math.sqrt(width)
+        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        mixed = np.einsum("hij,jhd->ihd", shares / shares.sum(axis=-1, keepdims=True), v)
+        return mixed.reshape(len(x), -1) @ stored[f"{name}.dense.weight"].T
+
+    def gated(name: str, x: np.ndarray) -> np.ndarray:
+        gate, up, down = (stored[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        values = x @ gate.T
+        return (values / (1 + np.exp(-values)) * (x @ up.T)) @ down.T
+
+    def chosen(name: str, x: np.ndarray) -> dict[int, float]:
+        """Each chosen expert's share of one token."""
+        values = stored[f"{name}.gate.weight"] @ x
+        scores = 1 / (1 + np.exp(-values)) if second else np.exp(values) / np.exp(values).sum()
+        ranks = scores + stored[f"{name}.gate.expert_bias"] if second else scores
+        if second:
+            groups = ranks.reshape(settings["n_group"], -1)
+            best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1))[: settings["topk_group"]]
+            ranks = np.where(np.isin(np.arange(len(groups)), best)[:, None], groups, -np.inf).reshape(-1)
+        experts = np.argsort(-ranks)[: settings["num_experts_per_tok"]]
+        factor = settings.get("routed_scaling_factor", 1.0) / scores[experts].sum()
+        return {int(expert): scores[expert] * factor for expert in experts}
+
+    def mixture(name: str, x: np.ndarray) -> np.ndarray:
+        result = gated(f"{name}.shared_experts", x)
+        for token, vector in enumerate(x):
+            for expert, share in chosen(name, vector).items():
+                result[token] += share * gated(f"{name}.experts.{expert}", vector)
+        return result
+
+    x = stored["model.word_embeddings.weight"][ids]
+    for layer in range(recipe.layers):
+        name = f"model.layers.{layer}"
+        x = x + attention(f"{name}.attention", norm(x, f"{name}.input_layernorm"))
+        compute = gated if layer in recipe.dense else mixture
+        x = x + compute(f"{name}.mlp", norm(x, f"{name}.post_attention_layernorm"))
+    return (norm(x, "model.norm") @ stored["lm_head.weight"].T).astype(np.float32)
 
 
 def main(again: list[str]) -> None:
