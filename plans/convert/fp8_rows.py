@@ -99,13 +99,17 @@ class Fp8Reader:
         block, shape, encoding = self._block, inventory.shape(name), inventory.encoding(name)
         if block is None:
             block = Block(1 if shape in ((rows, 1), (rows,)) and rows > 1 else rows, columns)
-        wanted = (-(-rows // block.rows), -(-columns // block.columns))
-        vector = wanted[:1] if wanted[1] == 1 else None
-        if shape not in (wanted, vector) and not (shape == () and wanted == (1, 1)):
-            _fail(inventory, name, f"has shape {quoted(list(shape))}, but [{rows}, {columns}] needs {list(wanted)}")
+        needed = (-(-rows // block.rows), -(-columns // block.columns))
+        vector = needed[:1] if needed[1] == 1 else None
+        if shape not in (needed, vector) and not (shape == () and needed == (1, 1)):
+            _fail(
+                inventory,
+                name,
+                f"has shape {quoted(list(shape))}, but [{rows}, {columns}] needs {list(needed)}",
+            )
         if encoding not in PLAIN_BYTES:
             _fail(inventory, name, f"scales of {encoding} are not supported; {', '.join(PLAIN_BYTES)} are")
-        return StoredMatrix(name, *inventory.take_place(name), *wanted, encoding), block
+        return StoredMatrix(name, *inventory.take_place(name), *needed, encoding), block
 
 
 def _block(record: Record, name: str) -> Block:

@@ -30,7 +30,7 @@ from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.stored_tensors import Inventory, OpenFile, RowNumbers
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.models.family import Architecture, Choices
-from neuronpipe.plans.models.registry import ARCHITECTURES, FAMILIES
+from neuronpipe.plans.models.registry import ARCHITECTURES
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.package.safetensors_header import TensorEntry, parse_header
@@ -170,7 +170,8 @@ def _architecture(config: Record) -> str:
     names = config.items("architectures")
     if len(names) != 1 or names[0] not in tuple(ARCHITECTURES):
         config.fail(
-            "architectures", f"{quoted(names)} is not supported; classes of these families are: {', '.join(FAMILIES)}"
+            "architectures",
+            f"{quoted(names)} is not supported; {len(ARCHITECTURES)} classes are: see plans/models/README.md",
         )
     methods = ("mxfp4",) if _joins_experts(names[0]) else METHODS
     if config.has("quantization_config") and _method(config) not in methods:

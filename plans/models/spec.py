@@ -367,8 +367,10 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties, RecurrentSizes):
         self._require("ffn_bias", plain, "not supported with shared experts or dense layers")
         plain = self.router_reads == "feed_forward" or not self.router_norm
         self._require("router_norm", plain, f"does not go with a router that reads the {self.router_reads}'s input")
-        both = self.norms == "both" and shared > 0 and not any(dense)
-        self._require("branch_norms", both or not self.branch_norms, "needs norms before and after and shared experts")
+        has_branches = self.norms == "both" and shared > 0 and not any(dense)
+        self._require(
+            "branch_norms", has_branches or not self.branch_norms, "needs norms before and after and shared experts"
+        )
         once = not (self.head_norm and self.joint_norm)
         self._require("joint_norm", once, "queries and keys are normed once")
         normed = self.head_norm or not self.norm_after_rotation

@@ -78,14 +78,14 @@ class RecurrentLayer:
             queries = queries / np.float32(np.sqrt(model.state_key_width))
         times = softplus(rates[:, : model.state_heads] + self._vector("time_bias"))
         times = np.maximum(times, np.float32(model.min_time_step))
-        kept = np.exp(times * self._vector("decay"))
+        decays = np.exp(times * self._vector("decay"))
         shares = sigmoid(rates[:, model.state_heads :]) if is_delta else times
         memory = np.zeros((model.state_heads, model.state_key_width, model.state_value_width), np.float32)
         outputs = np.empty_like(values)
         for token in range(tokens):
-            memory = memory * kept[token, :, None, None]
-            known = np.einsum("hkv,hk->hv", memory, keys[token]) if is_delta else np.float32(0)
-            change = (values[token] - known) * shares[token, :, None]
+            memory = memory * decays[token, :, None, None]
+            recalled = np.einsum("hkv,hk->hv", memory, keys[token]) if is_delta else np.float32(0)
+            change = (values[token] - recalled) * shares[token, :, None]
             memory = memory + keys[token, :, :, None] * change[:, None, :]
             outputs[token] = np.einsum("hkv,hk->hv", memory, queries[token])
         weights = self._vector("recurrent_norm")

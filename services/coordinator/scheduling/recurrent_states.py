@@ -56,9 +56,9 @@ class States:
 
         read: slots that active sequences go on from, which stay
         """
-        kept = set(read)
+        read_slots = set(read)
         for place, snapshot in enumerate(self._snapshots):
-            if snapshot.slot not in kept:
+            if snapshot.slot not in read_slots:
                 self._snapshots[place] = Snapshot(snapshot.slot, (), "")
                 return snapshot.slot
         return None
