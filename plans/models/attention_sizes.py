@@ -5,16 +5,18 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from neuronpipe.plans.models.recurrent_sizes import RecurrentSizes
+
 
 class CachedVectors(NamedTuple):
     """The vectors that the KV cache has of a position in one layer: a key and a value of each key head, or a latent."""
 
-    count: int
+    vectors: int
     width: int
 
     @property
     def elements(self) -> int:
-        return self.count * self.width
+        return self.vectors * self.width
 
 
 class Heads(NamedTuple):
@@ -50,7 +52,7 @@ class Heads(NamedTuple):
         return self.query_width * (2 if self.is_gated else 1) + (1 if self.value_from_key else 2) * self.key_width
 
 
-class AttentionSizes:
+class AttentionSizes(RecurrentSizes):
     """The part of ModelSpec that computes the sizes of attention. ModelSpec has the fields."""
 
     width: int
@@ -62,9 +64,7 @@ class AttentionSizes:
     value_width: int
     query_rank: int
     positions: Literal["rotary", "learned"]
-    mixers: tuple[str, ...]
     gated_attention: bool
-    recurrent_width: int
     layer_kinds: tuple[Any, ...]
 
     @cached_property

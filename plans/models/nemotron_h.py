@@ -22,6 +22,7 @@ from neuronpipe.protocol.errors import quoted
 NAME = "nemotron_h"
 Has = Callable[[str], bool]
 PATTERN = {"M": "mamba2", "*": "attention", "E": "experts", "-": "dense"}
+MIXERS: dict[str, Mixer] = {"mamba2": "mamba2", "attention": "attention"}
 BLOCKS = {
     "linear_attention": "mamba2",
     "mamba": "mamba2",
@@ -99,8 +100,8 @@ def _blocks(config: Record) -> list[str]:
 def _layers(config: Record) -> list[Layer]:
     layers: list[Layer] = []
     for number, block in enumerate(_blocks(config)):
-        if block == "mamba2" or block == "attention":
-            layers.append(Layer(number, block, None, False))
+        if block in MIXERS:
+            layers.append(Layer(number, MIXERS[block], None, False))
         elif layers and layers[-1].feed_forward is None:
             layers[-1] = layers[-1]._replace(feed_forward=number, is_dense=block == "dense")
         else:

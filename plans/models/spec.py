@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from neuronpipe.plans.models.attention_sizes import AttentionSizes
 from neuronpipe.plans.models.expert_numbers import ExpertNumbers
 from neuronpipe.plans.models.layer_properties import LayerProperties
-from neuronpipe.plans.models.recurrent_sizes import Mixer, RecurrentSizes
+from neuronpipe.plans.models.recurrent_sizes import Mixer
 from neuronpipe.protocol.frozen import frozen
 
 Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu", "gelu", "gelu_erf"]
@@ -142,7 +142,7 @@ class LayerKind:
 
 
 @frozen(kw_only=True)
-class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties, RecurrentSizes):
+class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     """An architecture with its sizes. Raises SpecError if fields contradict each other or are out of range.
 
     family: name of the family in plans/models/, only for messages and tables

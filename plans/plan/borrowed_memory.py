@@ -104,7 +104,7 @@ class BorrowableMemory:
         for vectors in self.manifest.model.cached_vectors:
             used_bytes = used_tokens * vectors.width * KV_BYTES
             shared_bytes = PAGE_BYTES if self.shape.context_tokens * vectors.width * KV_BYTES % PAGE_BYTES else 0
-            total_bytes += vectors.count * (-(-used_bytes // PAGE_BYTES) * PAGE_BYTES + shared_bytes)
+            total_bytes += vectors.vectors * (-(-used_bytes // PAGE_BYTES) * PAGE_BYTES + shared_bytes)
         return total_bytes
 
 

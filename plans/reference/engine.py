@@ -281,7 +281,7 @@ class ReferenceEngine:
         if model.qkv_bias:
             qkv = qkv + weights.vector(f"{name}.qkv.bias")
         sinks = weights.vector(f"{name}.sinks") if model.attention_sinks else None
-        gates = np.float32(1)
+        gates: Array | np.float32 = np.float32(1)
         if model.gated_attention:
             qkv, gate_products = np.split(qkv, [-heads.query_width], axis=1)
             gates = sigmoid(gate_products)

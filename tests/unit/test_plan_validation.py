@@ -216,7 +216,8 @@ def test_packages_requests_and_the_engine_agree_on_how_many_clusters_there_may_b
     assert MAX_CLUSTERS == lib.NP_REQUEST_CLUSTER_MASK + 1
     shape = native_shape(manifest(), 8, predicts=False)
     shape.layers = MAX_CLUSTERS // shape.clusters + 1
-    layers = ffi.new("np_layer[]", [{"first_ffn": n, "experts": 1} for n in range(shape.layers)])
+    of_each = {"experts": 1, "key_heads": shape.key_heads, "head_width": shape.head_width}
+    layers = ffi.new("np_layer[]", [{"first_ffn": n, **of_each} for n in range(shape.layers)])
     fixed = ffi.new("np_fixed *", {"layers": layers})
     config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "window_blocks": 1}
     native = ffi.new("np_engine_config *", config | {"partial_tokens": 1})
@@ -235,7 +236,11 @@ def bare_layers(of: Any) -> Any:
     ("wrong", "field"),
     [
         ({"first_ffn": 0}, "first_ffn"),
-        ({"experts": 0}, "experts"),
+        ({"experts": 0}, "first_ffn"),
+        ({"experts": 0, "mixer": lib.NP_MIXER_NONE}, "experts"),
+        ({"mixer": 9}, "mixer"),
+        ({"mixer": lib.NP_MIXER_DELTANET}, "recurrent_input"),
+        ({"state_before": 1}, "state_before"),
         ({"experts": 2}, "experts"),
         ({"routed_experts": 1}, "experts"),
     ],
@@ -270,7 +275,10 @@ def of_gate(**fields: int) -> dict[str, dict[str, int]]:
         ({"latent_width": 64, "rotary_width": 7, "value_width": 32, "key_heads": 1}, "rotary_width"),
         ({"latent_width": 64, "rotary_width": 8, "value_width": 0, "key_heads": 1}, "value_width"),
         ({"latent_width": 64, "rotary_width": 8, "value_width": 32, "key_heads": 1, "query_rank": 5}, "query_rank"),
-        ({"latent_width": 64, "rotary_width": 8, "value_width": 32, "key_heads": 1}, "latent_down"),
+        (
+            {"latent_width": 64, "rotary_width": 8, "value_width": 32, "key_heads": 1, "heads_width": 9999},
+            "latent_down",
+        ),
         ({"rotary_width": 8}, "rotary_width"),
         ({"query_rank": 32}, "query_rank"),
         ({"head_width": 7}, "head_width"),
@@ -283,6 +291,11 @@ def of_gate(**fields: int) -> dict[str, dict[str, int]]:
         ({"groups_per_token": 2}, "groups_per_token"),
         ({"routed_scale": 0.0}, "routed_scale"),
         ({"head_norm": 1, "joint_norm": 1}, "joint_norm"),
+        ({"heads_width": 1}, "heads_width"),
+        ({"state_heads": 4}, "state_heads"),
+        ({"convolution_tokens": 9}, "convolution_tokens"),
+        ({"state_elements": 8}, "state_slots"),
+        ({"min_time_step": -1.0}, "min_time_step"),
         ({"router_reads": 1}, "router_reads"),
         ({"norm": 2}, "norm"),
         ({"norms": 3}, "norms"),

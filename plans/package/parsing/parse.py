@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
+from neuronpipe.plans.models.recurrent_sizes import Mixer
 from neuronpipe.plans.models.registry import FAMILIES
 from neuronpipe.plans.models.spec import CHOICES, LATER_FIELDS, MAX, RANGES, LayerKind, ModelSpec, SpecError
 from neuronpipe.plans.package.activity_profile import activity_bytes, parse_profiles
@@ -188,7 +189,7 @@ def _parse_layer_kind(record: Record) -> LayerKind:
         record.boolean("rotary") if record.has("rotary") else True,
         record.integer("dense_experts", 0, MAX.experts) if record.has("dense_experts") else 0,
         record.boolean("local_positions") if record.has("local_positions") else False,
-        record.choice("mixer", *CHOICES["mixer"]) if record.has("mixer") else "attention",
+        cast(Mixer, record.choice("mixer", *CHOICES["mixer"])) if record.has("mixer") else "attention",
         record.boolean("feed_forward") if record.has("feed_forward") else True,
         record.integer("key_heads", 0, MAX.key_heads) if record.has("key_heads") else 0,
         record.integer("head_width", 0, MAX.head_width) if record.has("head_width") else 0,

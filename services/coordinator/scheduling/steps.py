@@ -252,7 +252,7 @@ class StepBuilder:
         numerics = self._workers.numerics_of(participants)
         return OutstandingStep(SendStep(participants, message), batch, numerics, self._states)
 
-    def states(self, sequences: list[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+    def states(self, sequences: list[tuple[int, int]]) -> dict[str, Any]:
         """Return `states_from` and `states_to` of a decode step. sequences: (KV slot, state slot) of each"""
         if not self._states.are_used:
             return {}
