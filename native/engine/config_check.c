@@ -43,12 +43,11 @@ static const char *invalid_size(const np_shape *s)
                 {"router_reads", s->router_reads == NP_READS_FEED_FORWARD || s->router_reads == NP_READS_LAYER},
                 {"key_heads", s->key_heads > 0},
                 {"head_width", s->head_width && (!s->rotary || s->latent_width || s->head_width % 2 == 0)},
-                {"query_heads", s->query_heads && s->query_heads % s->key_heads == 0},
                 {"latent_width", s->latent_width <= NP_MAX_LATENT && (!s->latent_width || fits_latents(s))},
                 {"rotary_width", s->latent_width ? s->rotary_width && s->rotary_width < s->head_width && s->rotary_width % 2 == 0 : !s->rotary_width},
                 {"value_width", (s->latent_width > 0) == (s->value_width > 0)},
                 {"query_rank", !s->query_rank || (s->latent_width && s->query_rank <= NP_MAX_LATENT && np_quant_bytes(s->type, s->query_rank) > 0)},
-                {"query_heads", s->query_heads > 0},
+                {"query_heads", s->query_heads && s->key_heads && s->query_heads % s->key_heads == 0},
                 {"vocabulary", s->vocabulary > 0}, {"context_tokens", s->context_tokens > 0},
                 {"norm", s->norm == NP_NORM_RMS || s->norm == NP_NORM_LAYER},
                 {"branch_norms", !s->branch_norms || (s->norms == NP_NORMS_BOTH && s->experts > 1)},
@@ -223,11 +222,11 @@ static const char *invalid_mixer(const np_shape *s, const np_fixed *fixed)
     uint64_t elements = 0;
     for (uint32_t n = 0; n < s->layers; n++) {
         const np_layer *l = &fixed->layers[n];
+        if (l->mixer < NP_MIXER_ATTENTION || l->mixer > NP_MIXER_NONE || (l->mixer != NP_MIXER_ATTENTION && (s->parallel || s->latent_width || s->norms != NP_NORMS_BEFORE)))
+            return "mixer";
         const char *wrong = np_is_recurrent(l->mixer) ? invalid_recurrent(s, l) : NULL;
         if (wrong)
             return wrong;
-        if (l->mixer < NP_MIXER_ATTENTION || l->mixer > NP_MIXER_NONE || (l->mixer != NP_MIXER_ATTENTION && (s->parallel || s->latent_width || s->norms != NP_NORMS_BEFORE)))
-            return "mixer";
         if (l->mixer == NP_MIXER_NONE && s->predictor_rank && s->predictor_reads == NP_READS_ATTENTION)
             return "predictor_reads";
         if (l->mixer != NP_MIXER_NONE && np_mixer_width(s, l) > s->heads_width)

@@ -74,7 +74,7 @@ def changed_checkpoint(folder: Path, recipe_name: str, **changes: Any) -> Path:
 
 def test_a_package_keeps_one_vector_of_a_position(converted: Callable[[str, str], Package]) -> None:
     model = converted("deepseek v2", "f16").manifest.model
-    assert (model.cached_vectors, model.cached_width) == (1, 64 + 16)
+    assert model.cached_vectors == ((1, 64 + 16),) * model.layers
     assert (model.query_width, model.heads_width) == (4 * 24, 4 * 80)
 
 
