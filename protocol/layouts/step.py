@@ -29,9 +29,10 @@ def kv(*, layers: int, sequences: int, vectors: int, context_tokens: int, vector
         "vectors",
         "context_tokens",
         "vector_width",
-        by="decode, accelerator, prefill: the positions of their step; prefill: earlier ones, for a copy_from",
-        to="decode, prefill",
-        ordering="within a step the barrier, between steps StepDone and Prefilled",
+        by="decode, accelerator, prefill: the positions of their step; prefill: earlier ones, for a copy_from; loader: "
+        "those of a Restore",
+        to="decode, prefill, loader",
+        ordering="within a step the barrier, between steps StepDone and Prefilled; Saved, Restored",
     )
     return fields.layout()
 
