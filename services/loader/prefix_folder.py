@@ -26,7 +26,9 @@ _NAME = re.compile(rf"[0-9a-f]{{40}}(\.\w+)?({re.escape(SUFFIX)}|{re.escape(PART
 log = logging.getLogger(__name__)
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """A file of the folder."""
+
     used_ns: int
     name: str
     size_bytes: int
@@ -56,7 +58,7 @@ class PrefixFolder:
             if status.st_mode & 0o077:
                 self.path.chmod(0o700)
             self._remove_abandoned()
-            self._list()
+            self.count()
             self._evict(0)
         except OSError as error:
             log.warning("%s: %s: there is no prompt cache", self.path, error.strerror)
@@ -138,7 +140,7 @@ class PrefixFolder:
         room_bytes = min(self.budget_bytes, self.total_bytes + free_bytes) - size_bytes
         if self.total_bytes <= room_bytes and self.files < MAX_FILES:
             return True
-        for entry in self._list():
+        for entry in self.count():
             if self.total_bytes <= KEPT_SHARE * room_bytes and self.files < KEPT_SHARE * MAX_FILES:
                 break
             with contextlib.suppress(FileNotFoundError):
@@ -147,19 +149,20 @@ class PrefixFolder:
             self.files -= 1
         return room_bytes >= 0
 
-    def _list(self) -> list[_Entry]:
-        """Return all files, least recently used first, and count them: other runs may have added some."""
+    def count(self) -> list[Entry]:
+        """Count the files and their bytes, since other runs may have added some. Returns them, least recently used
+        first."""
         entries = sorted(self._entries())
         self.total_bytes, self.files = sum(entry.size_bytes for entry in entries), len(entries)
         return entries
 
-    def _entries(self) -> Iterator[_Entry]:
+    def _entries(self) -> Iterator[Entry]:
         with os.scandir(self.path) as entries:
             for entry in entries:
                 if _NAME.fullmatch(entry.name) and entry.name.endswith(SUFFIX):
                     with contextlib.suppress(OSError):
                         status = entry.stat(follow_symlinks=False)
-                        yield _Entry(status.st_mtime_ns, entry.name, status.st_size)
+                        yield Entry(status.st_mtime_ns, entry.name, status.st_size)
 
     def _remove_abandoned(self) -> None:
         """Remove the files that no live process is writing."""

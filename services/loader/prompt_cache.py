@@ -118,6 +118,7 @@ class PromptCache:
     def interrupt(self) -> None:
         """Drop all saves and restores, and return when no thread touches a KV slot. No answer follows."""
         self._attempt += 1
+        self._hastened = 0, 0.0  # the next coordinator begins again with number 1
         for worker in (self._saver, self._restorer):
             worker.wait_for_chunk()
         self.answers()
@@ -162,6 +163,8 @@ class PromptCache:
         keys = list(origin.keys(tokens))[:max_chunks]
         known = [key for key in keys if self._folder.has(key)]
         self._folder.used(known)
+        if len(known) < len(keys):
+            self._folder.count()
         for number, key in enumerate(keys):
             if key in known:
                 continue
