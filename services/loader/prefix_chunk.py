@@ -105,8 +105,11 @@ def write_chunk(fd: int, description: Description, pieces: Pieces) -> None:
     _transfer(lambda buffers, offset: os.pwritev(fd, buffers, offset), [memoryview(start), *pieces], 0)
 
 
-def read_chunk(fd: int, key: str, tokens: Sequence[int], pieces: Pieces) -> None:
+def read_chunk(fd: int, key: str, tokens: Sequence[int], pieces: Pieces, kept_bytes: Sequence[int] = ()) -> None:
     """Read the content of a file into the pieces, and verify everything. The pieces may be changed even if it fails.
+
+    kept_bytes: how many bytes at the start of each piece are there already. They are in use and stay as they are; the
+        checksum shows whether they are those of the file
 
     Raises BadChunk if the file is not the whole chunk with this key and these tokens; OSError.
     """
@@ -117,10 +120,18 @@ def read_chunk(fd: int, key: str, tokens: Sequence[int], pieces: Pieces) -> None
         raise BadChunk("it is a chunk of another prefix")
     if description.content_bytes != content_bytes or os.fstat(fd).st_size != start_bytes + content_bytes:
         raise BadChunk("it is truncated, or too long")
-    if _transfer(lambda buffers, offset: os.preadv(fd, buffers, offset), pieces, start_bytes) != content_bytes:
+    buffers = _around(pieces, kept_bytes) if any(kept_bytes) else pieces
+    if _transfer(lambda parts, offset: os.preadv(fd, parts, offset), buffers, start_bytes) != content_bytes:
         raise BadChunk("it is truncated")
     if checksum(pieces) != description.crc32c:
         raise BadChunk("its checksum is wrong")
+
+
+def _around(pieces: Pieces, kept_bytes: Sequence[int]) -> Pieces:
+    """Return buffers of the same sizes, in which unused memory stands for the first bytes of each piece."""
+    unused = memoryview(bytearray(max(kept_bytes)))
+    parts = ((unused[:kept], piece[kept:]) for piece, kept in zip(pieces, kept_bytes, strict=True))
+    return [buffer for pair in parts for buffer in pair]
 
 
 def _parse(head: bytes) -> tuple[Description, int]:

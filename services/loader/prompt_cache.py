@@ -220,7 +220,9 @@ class PromptCache:
                 return False
             try:
                 chunk_tokens = tokens[first : first + CHUNK_TOKENS]
-                read_chunk(fd, key, chunk_tokens, self._pieces(message.sequence, first))
+                kept = self._regions.ranges(message.sequence, first, max(first, message.first))
+                pieces = self._pieces(message.sequence, first)
+                read_chunk(fd, key, chunk_tokens, pieces, [size for _, size in kept])
             except BadChunk as reason:
                 self._folder.discard(key, str(reason))
                 return False

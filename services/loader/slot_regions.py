@@ -28,7 +28,10 @@ class Region(Protocol):
         """The facts on which the bytes depend, apart from tokens and weights."""
 
     def ranges(self, slot: int, first: int, end: int) -> Iterator[ByteRange]:
-        """Yield the pieces that store the tokens [first, end) of a slot."""
+        """Yield the pieces that store the tokens [first, end) of a slot: as many for any range, some of them empty.
+
+        A piece for [first, end) begins with that for [first, middle).
+        """
 
 
 @frozen

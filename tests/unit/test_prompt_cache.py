@@ -128,8 +128,23 @@ def test_a_restore_begins_where_the_slot_ends_and_not_below_the_minimum(saved: F
     assert saved.restore(3, 1, TOKENS, min_tokens=4 * CHUNK_TOKENS + 1) == Restored(number=3)
     assert not any(saved.content(1, CONTEXT))
     first = CHUNK_TOKENS + 5
+    saved.compute(1, TOKENS[:first])
     assert saved.restore(4, 1, TOKENS, first=first) == Restored(number=4, tokens=4 * CHUNK_TOKENS)
-    assert not any(saved.content(1, CHUNK_TOKENS)), "the slot has this chunk"
+    assert saved.content(1, 4 * CHUNK_TOKENS) == saved.content(0, 4 * CHUNK_TOKENS)
+
+
+def test_what_the_slot_has_is_never_written_even_if_the_file_is_damaged(saved: Fixture) -> None:
+    first = CHUNK_TOKENS + 20
+    saved.compute(1, TOKENS[:first])
+    before = saved.content(1, first)
+    assert saved.restore(2, 1, TOKENS, first=first) == Restored(number=2, tokens=4 * CHUNK_TOKENS)
+    assert saved.content(1, 4 * CHUNK_TOKENS) == saved.content(0, 4 * CHUNK_TOKENS)
+    path = saved.folder.path / f"{list(saved.cache._origin(NUMERICS).keys(TOKENS))[1]}.prefix"
+    content = bytearray(path.read_bytes())
+    content[4096:] = bytes(reversed(content[4096:]))
+    path.write_bytes(content)
+    assert saved.restore(3, 1, TOKENS, first=first) == Restored(number=3)
+    assert saved.content(1, first) == before
 
 
 def test_other_tokens_and_other_numerics_are_no_hit(saved: Fixture) -> None:
