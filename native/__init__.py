@@ -3,9 +3,10 @@
 ROW_TYPES: the number of each quantization of rows.
 """
 
+from neuronpipe.native import _kernels
 from neuronpipe.native._kernels import ffi, lib
 
-__all__ = ["ROW_TYPES", "ffi", "lib"]
+__all__ = ["ROW_TYPES", "engine_id", "ffi", "lib"]
 
 ROW_TYPES = {
     "f16": lib.NP_F16,
@@ -20,3 +21,11 @@ ROW_TYPES = {
     "q4h": lib.NP_Q4H,
     "q5h": lib.NP_Q5H,
 }
+
+
+def engine_id() -> str:
+    """Return a hash of the compiled library, since another build may round differently."""
+    import hashlib  # few processes need it
+
+    with open(_kernels.__file__, "rb") as library:
+        return hashlib.file_digest(library, "sha256").hexdigest()[:32]

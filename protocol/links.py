@@ -58,6 +58,8 @@ _FROM_WORKERS = (
     outcome.StepFailed,
     outcome.Reserved,
     outcome.Released,
+    outcome.Saved,
+    outcome.Restored,
 )
 _FROM_CLIENTS = (
     request.Generate,
@@ -77,6 +79,9 @@ _TO_SERVICES = (
     worker.Prefill,
     worker.Release,
     cache.Reserve,
+    loader.Save,
+    loader.Hasten,
+    loader.Restore,
 )
 _TO_CLIENTS = (
     client.Accepted,

@@ -8,6 +8,7 @@ from typing import cast
 
 from neuronpipe.launch.arguments.values import (
     parse_bytes,
+    parse_bytes_or_none,
     parse_cores,
     parse_count,
     parse_limit,
@@ -19,6 +20,8 @@ from neuronpipe.plans.plan.document import BACKEND_ROLES, MODES
 from neuronpipe.plans.planner.mode_choice import Quality
 from neuronpipe.plans.planner.plan_options import BASELINES, TECHNIQUES, Technique
 from neuronpipe.plans.planner.sequence_count import MAX_LOSS, MAX_SEQUENCES
+
+PROMPT_CACHE_BYTES = 4 << 30
 
 COMMON = ("memory", "context", "quality")
 """The plan options that the short help of a verb shows."""
@@ -41,6 +44,7 @@ def plan_options(arguments: argparse.Namespace) -> PlanOptions:
         without=arguments.without,
         hints=arguments.hints,
         baseline=arguments.baseline,
+        prompt_cache_bytes=0 if arguments.baseline else arguments.prompt_cache,
         plan_file=arguments.plan,
         typed=_typed_options(arguments),
     )
@@ -129,6 +133,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="device memory that the accelerator may use (default: nearly all of it; a quarter of --memory if the "
         "device shares the machine's memory)",
+    )
+    group.add_argument(
+        "--prompt-cache",
+        type=parse_bytes_or_none,
+        default=PROMPT_CACHE_BYTES,
+        metavar="BYTES",
+        help="disk space for the keys and values of prompts, which later requests with the same beginning read instead "
+        "of computing them, also after a restart; 0: none (default: 4GiB)",
     )
     group.add_argument(
         "--without",

@@ -35,6 +35,11 @@ def parse_bytes(text: str) -> int:
     return _parse_size(text, "")
 
 
+def parse_bytes_or_none(text: str) -> int:
+    """Parse a size, or `0` for none."""
+    return 0 if text.strip() == "0" else _parse_size(text, ", or 0 for none")
+
+
 def parse_limit(text: str) -> int:
     """Parse a size, or `auto` as AUTO."""
     return AUTO if text.strip() == "auto" else _parse_size(text, ", or auto")

@@ -17,6 +17,7 @@ class PlanOptions:
     """The values of the plan options; None leaves the choice to the planner.
 
     memory_bytes: the limit of the whole run; AUTO follows the memory that is available
+    prompt_cache_bytes: maximum of all files of the prompt cache on disk; 0: no prompt cache
     backends: pairs of role and backend, in the order typed; a later one of the same role wins
     plan_file: an existing plan to use; then no other option may be typed
     typed: the options that were typed for this command, in the order of the help. Options from the settings file are
@@ -37,6 +38,7 @@ class PlanOptions:
     without: frozenset[Technique] = frozenset()
     hints: bool = False
     baseline: Baseline | None = None
+    prompt_cache_bytes: int = 0
     plan_file: Path | None = None
     typed: tuple[str, ...] = ()
 

@@ -72,6 +72,7 @@ def search_plan(
         baseline=options.baseline,
         hints=options.hints,
         follows=options.follows_available_memory,
+        prompt_cache_bytes=options.prompt_cache_bytes,
     )
     if not 1 <= requirements.sequences <= MAX_SEQUENCES:
         raise UserError(f"--sequences {requirements.sequences}: between 1 and {MAX_SEQUENCES}")

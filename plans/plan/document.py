@@ -21,7 +21,7 @@ from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 12
+VERSION = 13
 MAX_PLAN_BYTES = 16 << 20
 
 
@@ -199,6 +199,7 @@ class Flash:
     warm_up_read_bytes: int  # maximum of a long read, and size of its staging buffer
     reserved_triggers: int  # free slots that the cache provides to the loader in advance
     reserved_values: int
+    prompt_cache_bytes: int = 0  # maximum of all files of the prompt cache on disk; 0: there is none
 
     @property
     def staging_bytes(self) -> int:

@@ -83,6 +83,7 @@ def explain(plan: Plan) -> str:
         f"{flash.reserved_triggers} gate and {flash.reserved_values} up/down slots kept free",
         f"  warm-up by {flash.warm_up_reads or 'ordinary'} reads"
         + (f" of {flash.warm_up_read_bytes >> 10} KiB at once" if flash.warm_up_reads else ""),
+        f"  prompt cache on disk: {_size(flash.prompt_cache_bytes).strip() if flash.prompt_cache_bytes else 'none'}",
         "",
         *_expectation_lines(plan),
     ]

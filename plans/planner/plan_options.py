@@ -38,6 +38,7 @@ class PlanOptions:
     without: frozenset[Technique] = frozenset()
     baseline: Baseline | None = None
     hints: bool = False  # exact mode reads early what the package's predictor or routers will probably choose
+    prompt_cache_bytes: int = 0  # as in `Flash`
     bundle: bool | None = None  # both parts of a cluster are read together
     prefill_chunk_tokens: int | None = None  # maximum; the chunk is smaller if the memory limit is small
     depth: int | None = None  # maximum of reads at once; there are fewer if staging is small

@@ -223,6 +223,7 @@ class _PlanBuilder:
             warm_up_read_bytes=read_sizes.warm_up_read_bytes,
             reserved_triggers=regions.reserved_triggers,
             reserved_values=regions.reserved_values,
+            prompt_cache_bytes=options.prompt_cache_bytes,
         )
         return Plan(
             version=VERSION,

@@ -30,9 +30,10 @@ def kv(
         "position_elements",
         "sequences",
         "context_tokens",
-        by="decode, accelerator, prefill: the positions of their step; prefill: earlier ones, for a copy_from",
-        to="decode, prefill",
-        ordering="within a step the barrier, between steps StepDone and Prefilled",
+        by="decode, accelerator, prefill: the positions of their step; prefill: earlier ones, for a copy_from; loader: "
+        "those of a Restore",
+        to="decode, prefill, loader",
+        ordering="within a step the barrier, between steps StepDone and Prefilled; Saved, Restored",
     )
     fields.add(
         "states",

@@ -107,7 +107,8 @@ class Finished(Message):
     decode: the same for its decode steps; a step of several sequences counts in full for each
     plan: id of the plan
     mode: "exact", "predicted" or "thresholded"
-    cached_tokens: how many tokens of the prompt were not computed, because another sequence has the same prefix
+    cached_tokens: how many tokens of the prompt were not computed, because another sequence or the
+        prompt cache has them
     """
 
     request: str

@@ -26,6 +26,7 @@ class Hello(Message):
         compute the same bits of the same step. Our native engine uses "cpu:" and the instruction set. An accelerator
         uses the name of the decode workers, or a name that ends with "+" and theirs; in the second case, a step in
         which it takes part has the accelerator's name
+    prompt_cache: true if a loader answers `Save` and `Restore`
     """
 
     role: str
@@ -36,6 +37,7 @@ class Hello(Message):
     slots: int
     core: int | None = None
     numerics: str = ""
+    prompt_cache: bool = False
 
 
 @message

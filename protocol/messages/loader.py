@@ -1,4 +1,5 @@
-"""Messages that the loader receives from the cache: free slots, and clusters to load ahead."""
+"""Messages that the loader receives: free slots and clusters to load ahead, from the cache; prefixes to save and to
+restore, from the coordinator."""
 
 from __future__ import annotations
 
@@ -78,3 +79,57 @@ class Warm(Message):
 
     def __post_init__(self) -> None:
         _whole_words("clusters", self.clusters)
+
+
+@message
+class Save(Message):
+    """Write the keys and values of a KV slot to the prompt cache on disk, unless they are there. Nothing changes them
+    until `Saved`.
+
+    number: grows with every `Save` and `Restore`
+    sequence: KV slot
+    numerics: those of `Hello` in which they were computed
+    tokens: from position 0 on, little-endian uint32
+    """
+
+    number: int
+    sequence: int
+    numerics: str
+    tokens: bytes
+
+    def __post_init__(self) -> None:
+        _whole_words("tokens", self.tokens)
+
+
+@message
+class Hasten(Message):
+    """A request waits for a slot that is being saved: answer `Saved` within about a second, and drop the rest.
+
+    number: that of the last `Save`; earlier ones are meant too
+    """
+
+    number: int
+
+
+@message
+class Restore(Message):
+    """Read the keys and values of these tokens from the prompt cache into a KV slot, as far as they are there. Nothing
+    else uses the slot until `Restored`.
+
+    number: as in `Save`
+    sequence: KV slot
+    numerics: as in `Save`
+    tokens: as in `Save`
+    first: how many of them the slot has
+    min_tokens: restore nothing if fewer are in the prompt cache
+    """
+
+    number: int
+    sequence: int
+    numerics: str
+    tokens: bytes
+    first: int = 0
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _whole_words("tokens", self.tokens)

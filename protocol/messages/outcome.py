@@ -1,6 +1,6 @@
-"""Messages that the coordinator receives from workers: the outcome of a `Step` or a `Prefill`, and answers about
-memory. Exactly one of `StepDone`, `Prefilled`, `StepAbandoned` and `StepFailed` answers each piece of work and returns
-its credit."""
+"""Messages that the coordinator receives from services: the outcome of a `Step` or a `Prefill`, and answers about
+memory and the prompt cache. Exactly one of `StepDone`, `Prefilled`, `StepAbandoned` and `StepFailed` answers each piece
+of work and returns its credit."""
 
 from __future__ import annotations
 
@@ -103,3 +103,25 @@ class Reserved(Message):
 @message
 class Released(Message):
     """From the prefill worker: the memory of a `Release` is returned to the system."""
+
+
+@message
+class Saved(Message):
+    """From the loader: it no longer reads the KV slot of a `Save`, which need not be saved.
+
+    number: as in `Save`
+    """
+
+    number: int
+
+
+@message
+class Restored(Message):
+    """From the loader: it no longer writes the KV slot of a `Restore`.
+
+    number: as in `Restore`
+    tokens: how many the slot has now; 0: nothing was restored
+    """
+
+    number: int
+    tokens: int = 0

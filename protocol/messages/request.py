@@ -106,8 +106,8 @@ class Generate(Message):
         token itself only; nil: none
     seed: seed of the random numbers; the same request with the same seed yields the same text
     stop: strings that end the generation; they are not part of the completion
-    share_prefix: true if keys and values may be copied from other sequences with the same prefix; the tokens are the
-        same either way
+    share_prefix: true if keys and values may be copied from other sequences with the same prefix, or from the prompt
+        cache; the tokens are the same either way
     owner: the user for whom the client asks. When requests wait, clients and their owners have equal shares of the KV
         slots
     calls: functions that the completion may call; text outside calls follows the grammar, if there is one

@@ -35,8 +35,6 @@ from neuronpipe.services.coordinator.scheduling.events import (
     EpochChanged,
     Event,
     Leaving,
-    MemoryReleased,
-    MemoryReserved,
     ProcessKey,
     ProcessReady,
     ReleaseMemory,
@@ -52,6 +50,8 @@ from neuronpipe.services.coordinator.scheduling.events import (
     Tick,
     TokensSampled,
     TokensScored,
+    UsePromptCache,
+    event_of,
 )
 from neuronpipe.services.coordinator.scheduling.kv_reservation import Reservation
 from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
@@ -243,10 +243,8 @@ class CoordinatorService:
                 self._pipeline.answered_by_message(process.name)
                 self._processes.credits.give_back(peer)
                 self._handle(StepFailed(process.name, message.step, message.epoch, message.message))
-            case outcome.Reserved(number=number):
-                self._handle(MemoryReserved(number))
-            case outcome.Released():
-                self._handle(MemoryReleased())
+            case outcome.Reserved() | outcome.Released() | outcome.Saved() | outcome.Restored():
+                self._handle(event_of(message))
             case Drained():
                 process.state = "stopped"
             case Failed():
@@ -271,7 +269,7 @@ class CoordinatorService:
         if process.state == "starting" and process.incarnation >= 0:
             self._processes.ready(process)
             self._events.send(Life(role=process.role, index=process.index, state="ready"))
-            self._handle(ProcessReady(process.name, process.numerics))
+            self._handle(ProcessReady(process.name, process.numerics, process.prompt_cache))
 
     def _beat(self, process: processes.WorkerProcess, beat: Beat) -> None:
         if process.incarnation < 0 and time.monotonic() - process.greeted_at > GREET_AGAIN_S:
@@ -373,6 +371,8 @@ class CoordinatorService:
                 self._send("cache-0", Reserve(number=number, reserved_bytes=reserved_bytes))
             case ReleaseMemory(keep_tokens):
                 self._send("prefill-0", Release(keep_tokens=keep_tokens))
+            case UsePromptCache(message):
+                self._send("loader-0", message)
         return None
 
     def _send_step(self, action: SendStep) -> Event | None:

@@ -187,6 +187,7 @@ class Gateway:
                 calls=calls,
                 logprobs=0 if needs_ranking and body.logprobs_per_token is None else body.logprobs_per_token,
                 stop=body.stop_strings if calls is None or calls.text else (),
+                share_prefix=body.cache_prompt,
                 owner=client,
                 **body.options,
             )

@@ -1,4 +1,5 @@
-"""The loader, the only process that reads neurons from flash: one queue, direct I/O, deep submission.
+"""The loader, the only process that reads neurons from flash: one queue, direct I/O, deep submission. It also saves and
+restores prefixes (prompt_cache.py).
 
 Workers put requests for absent clusters into rings in shared memory, and the cache manager grants free slots. The
 native loader empties the rings, claims the residency entries, reads into the slots, verifies checksums, publishes the
@@ -26,6 +27,7 @@ from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts, Trimmed
 from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
 from neuronpipe.services.loader.native_source import NativeSource
+from neuronpipe.services.loader.prompt_cache import PromptCache
 from neuronpipe.services.runtime.core_pinning import unpinned
 from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.runtime.run_memory import Rings, RunMemory
@@ -223,7 +225,8 @@ class LoaderService:
     def __init__(self, job: Job) -> None:
         self._memory = RunMemory.open("loader", job.segments)
         self._context = open_context()
-        self._service = Service(self._context, job, slots=0, available=False)
+        self._prompts = PromptCache.of(job, self._memory)
+        self._service = Service(self._context, job, slots=0, available=False, prompt_cache=self._prompts is not None)
         self._cache = Listener(self._context, CACHE, job.endpoints["cache"])
         with unpinned():  # it reads and hashes in parallel
             load_fixed(job.package, self._memory.segments["fixed"])
@@ -239,8 +242,17 @@ class LoaderService:
         """Serve until the coordinator drains the process."""
         self._service.counters = self._counters
         self._service.add(self._cache, self._from_cache)
-        self._service.serve(lambda message: None, self._report_slot_counts, self._core.serve)
+        if (prompts := self._prompts) is None:
+            self._service.serve(lambda message: None, self._report_slot_counts, self._core.serve)
+        else:
+            self._service.add(prompts.wake, lambda: self._send_answers(prompts))
+            self._service.coordinator_lost = prompts.interrupt
+            self._service.serve(prompts.submit, self._report_slot_counts, self._core.serve, prompts.close)
         self._context.close()
+
+    def _send_answers(self, prompts: PromptCache) -> None:
+        for answer in prompts.answers():
+            self._service.answer(answer)
 
     def _counters(self) -> dict[str, float]:
         """Return the state of the queue, for heartbeats."""

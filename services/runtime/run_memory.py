@@ -27,7 +27,7 @@ READS: dict[str, frozenset[str]] = {
 WRITES: dict[str, frozenset[str]] = {
     "supervisor": frozenset({"exchange", "residency", "board"}),
     "coordinator": frozenset({"exchange", "residency", "board", "trace"}),
-    "loader": frozenset({"slots", "residency", "board", "trace"}),
+    "loader": frozenset({"slots", "residency", "kv", "board", "trace"}),
     "cache": frozenset({"residency", "trace"}),
     "decode": frozenset({"residency", "kv", "exchange", "trace"}),
     "prefill": frozenset({"residency", "kv", "exchange", "trace"}),

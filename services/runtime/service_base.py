@@ -35,13 +35,23 @@ log = logging.getLogger(__name__)
 class Service:
     """The shell of one service.
 
-    slots, numerics: fields of `Hello`
+    slots, numerics, prompt_cache: fields of `Hello`
     available: False delays `Ready` until `become_available`
     step: number of the current step, for heartbeats
     counters: returns the counters of heartbeats; the service sets it
+    coordinator_lost: is called before a new coordinator is greeted; the service sets it
     """
 
-    def __init__(self, context: Context, job: Job, slots: int, *, available: bool = True, numerics: str = "") -> None:
+    def __init__(
+        self,
+        context: Context,
+        job: Job,
+        slots: int,
+        *,
+        available: bool = True,
+        numerics: str = "",
+        prompt_cache: bool = False,
+    ) -> None:
         process = job.process
         self.role, self.index = process.role, process.index
         self._hello = Hello(
@@ -53,6 +63,7 @@ class Service:
             slots=slots,
             core=process.core,
             numerics=numerics,
+            prompt_cache=prompt_cache,
         )
         self.control = Connection(context, CONTROL, job.endpoints["control"], f"{process.role}-{process.index}")
         self._poller = Poller()
@@ -66,6 +77,7 @@ class Service:
         self._hello_due = 0.0
         self.step = 0
         self.counters: Callable[[], dict[str, float]] = dict
+        self.coordinator_lost: Callable[[], None] = lambda: None
 
     def add(self, source: Channel | int, readable: Callable[[], None]) -> None:
         """Call `readable` whenever the channel or descriptor can be read."""
@@ -91,6 +103,7 @@ class Service:
         handle: Callable[[Message], None],
         idle: Callable[[], int | None] = lambda: None,
         sleep: Callable[[tuple[int, ...], int], None] | None = None,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         """Serve until drained.
 
@@ -98,6 +111,7 @@ class Service:
         idle: runs before each wait, and returns the longest wait in milliseconds, or None for no limit
         sleep: waits in place of the poller, until one of the descriptors is readable or the milliseconds have passed;
             for a service that has work between messages
+        finish: ends the work under way, before `Drained` is sent
         """
         while not self._draining:
             self._greet()
@@ -115,6 +129,7 @@ class Service:
                     react()
             while (message := self.control.receive()) is not None:
                 self._take(message, handle)
+        finish()
         self.answer(Drained(role=self.role, index=self.index))
 
     def _greet(self) -> None:
@@ -131,6 +146,7 @@ class Service:
         match message:
             case Welcome(coordinator_pid=pid) if self._coordinator_pid not in (None, pid):
                 self._coordinator_pid = pid  # it was restarted and knows nothing of this service
+                self.coordinator_lost()
                 self.answer(self._hello)
             case Welcome(coordinator_pid=pid):
                 self._welcomed, self._coordinator_pid = True, pid

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.messages import outcome
+from neuronpipe.protocol.messages.loader import Hasten, Restore, Save
 from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
@@ -28,11 +30,12 @@ class RequestReceived:
 class ProcessReady:
     """A service has finished its start or restart.
 
-    numerics: the field of its `Hello`
+    numerics, prompt_cache: the fields of its `Hello`
     """
 
     process: ProcessKey
     numerics: str = ""
+    prompt_cache: bool = False
 
 
 @frozen
@@ -149,6 +152,24 @@ class MemoryReleased:
 
 
 @frozen
+class PrefixSaved:
+    """The loader does not read the KV slot of the `Save` with this number any more."""
+
+    number: int
+
+
+@frozen
+class PrefixRestored:
+    """The loader does not write the KV slot of the `Restore` with this number any more.
+
+    tokens: number of tokens from position 0 on that the slot stores now; 0 if nothing was restored
+    """
+
+    number: int
+    tokens: int
+
+
+@frozen
 class Tick:
     """Time has passed without another event."""
 
@@ -166,9 +187,24 @@ Event = (
     | ThrottleChanged
     | MemoryReserved
     | MemoryReleased
+    | PrefixSaved
+    | PrefixRestored
     | Ending
     | Tick
 )
+
+
+def event_of(answer: outcome.Reserved | outcome.Released | outcome.Saved | outcome.Restored) -> Event:
+    """Return the event of a service's answer about memory or the prompt cache."""
+    match answer:
+        case outcome.Reserved(number=number):
+            return MemoryReserved(number)
+        case outcome.Released():
+            return MemoryReleased()
+        case outcome.Saved(number=number):
+            return PrefixSaved(number)
+        case outcome.Restored(number=number, tokens=tokens):
+            return PrefixRestored(number, tokens)
 
 
 # ---- actions -------------------------------------------------------------------------------------------------
@@ -263,6 +299,13 @@ class ReleaseMemory:
 
 
 @frozen
+class UsePromptCache:
+    """Send the message to the loader: save a KV slot to the prompt cache, sooner end that, or restore a slot."""
+
+    message: Save | Hasten | Restore
+
+
+@frozen
 class Ahead:
     """The step after the outstanding one, except for its tokens. It is valid until the next event. It is not an action.
 
@@ -280,4 +323,6 @@ class Ahead:
     states_to: tuple[int, ...] = ()
 
 
-Action = SendStep | Tell | SampleTokens | ScoreTokens | Abandon | Dismiss | ReserveMemory | ReleaseMemory
+Action = (
+    SendStep | Tell | SampleTokens | ScoreTokens | Abandon | Dismiss | ReserveMemory | ReleaseMemory | UsePromptCache
+)

@@ -75,6 +75,17 @@ class Reservation:
             return False
         return not self._missing(message, later)
 
+    def covers_restore(self, slot: int, tokens: int) -> bool:
+        """Return True if the memory of this many tokens of a KV slot is reserved, and none is being released."""
+        return self._borrowable is None or (not self.waits and tokens <= self._kv_tokens[slot])
+
+    def ask_restore(self, slot: int, tokens: int) -> list[ReserveMemory]:
+        """Return the action that reserves the memory of a KV slot; none while an answer is outstanding."""
+        if self.waits or self._borrowable is None:
+            return []
+        self._kv_tokens[slot] = max(self._kv_tokens[slot], self._borrowable.granted_tokens(tokens))
+        return [self._reserve_more()]
+
     def ask(self, message: Step | Prefill) -> list[ReserveMemory]:
         """Return the action that reserves the memory of this step; none while an answer is outstanding."""
         if self.waits or self._borrowable is None:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from neuronpipe.services.coordinator.scheduling.recurrent_states import NO_STATE, States
 
 FORGET_AFTER_S = 600.0  # a person who reads and answers comes back sooner
+NOTHING_HELD: Mapping[int, int] = {}
 
 
 @dataclasses.dataclass
@@ -145,7 +146,9 @@ class FreeSlots:
         """Return for each free slot the tokens that a run in this numerics would compute identically."""
         return {slot: content.shared_in(numerics) for slot, content in self._contents.items()}
 
-    def take(self, tokens: list[int], numerics: str, *, shares: bool = True) -> TakenSlot | None:
+    def take(
+        self, tokens: list[int], numerics: str, *, shares: bool = True, held: Mapping[int, int] = NOTHING_HELD
+    ) -> TakenSlot | None:
         """Take a slot for a sequence that begins with these tokens; None if no slot is free.
 
         The slot with the longest match is taken if the match is at least half of its content. Otherwise more would be
@@ -153,13 +156,14 @@ class FreeSlots:
 
         numerics: numerics in which the sequence will be computed
         shares: False if the sequence may not reuse keys and values
+        held: for each slot that is being saved, the number of its first tokens that must not be overwritten
         """
-        if not self._contents:
-            return None
-        slot = next(iter(self._contents))
+        slot = next((slot for slot in self._contents if slot not in held), None)
         match = longest_match(tokens, self.shared_in(numerics)) if shares else None
         if match is not None and 2 * match.tokens >= len(self._contents[match.slot].tokens):
-            slot = match.slot
+            slot = match.slot if match.tokens >= held.get(match.slot, 0) else slot
+        if slot is None:
+            return None
         content = self._contents.pop(slot)
         if not shares:
             return TakenSlot(slot, 0)
@@ -180,13 +184,13 @@ class FreeSlots:
         if slot in self._contents:
             self.give_back(slot, self._contents.pop(slot), now)
 
-    def forget_unused(self, now: float) -> None:
-        """Empty the slots that no request has used for `FORGET_AFTER_S`.
+    def forget_unused(self, now: float, held: Mapping[int, int] = NOTHING_HELD) -> None:
+        """Empty the slots that no request has used for `FORGET_AFTER_S`, apart from those that are being saved.
 
         They come first in the order of last use, and stay there.
         """
         for slot in self._contents:
-            if now - self._used_at_s[slot] >= FORGET_AFTER_S:
+            if now - self._used_at_s[slot] >= FORGET_AFTER_S and slot not in held:
                 self._contents[slot] = SlotContent([], Provenance())
 
 

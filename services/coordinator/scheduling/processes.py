@@ -44,6 +44,7 @@ class WorkerProcess:
     index: int
     core: int | None
     numerics: str = ""
+    prompt_cache: bool = False  # it saves and restores KV slots
     pid: int = 0
     incarnation: int = -1  # of the process that sent Hello; -1: none
     greeted_at: float = -math.inf
@@ -151,7 +152,7 @@ class WorkerProcesses:
     def take(self, process: WorkerProcess, hello: Hello) -> None:
         """Record the incarnation that has sent Hello. It is "starting" until it sends Ready."""
         process.pid, process.core, process.incarnation = hello.pid, hello.core, hello.incarnation
-        process.numerics, process.state = hello.numerics, "starting"
+        process.numerics, process.prompt_cache, process.state = hello.numerics, hello.prompt_cache, "starting"
         self.credits.announce(process.peer, hello.slots)
 
     def ready(self, process: WorkerProcess) -> None:

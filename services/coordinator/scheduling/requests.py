@@ -22,6 +22,7 @@ from neuronpipe.services.coordinator.scheduling.prefix_reuse import (
     longest_match,
     usable_prefix,
 )
+from neuronpipe.services.coordinator.scheduling.prompt_cache import MIN_TOKENS, PromptCache
 from neuronpipe.services.coordinator.scheduling.recurrent_states import States
 from neuronpipe.services.coordinator.scheduling.sequences import Generation, Scoring, Sequence, retry_after_s
 from neuronpipe.services.coordinator.scheduling.steps import OutstandingStep
@@ -77,6 +78,7 @@ class Requests:
         self._states = states
         self._free = FreeSlots(limits.sequences, states)
         self._shares = Shares()
+        self.prompt_cache = PromptCache()
         self.compiling: list[Queued] = []
         self.queued: list[Queued] = []
         self.active: list[Sequence] = []
@@ -90,7 +92,7 @@ class Requests:
 
     @property
     def cached_tokens(self) -> int:
-        """Number of prompt tokens that were reused instead of computed since this coordinator started."""
+        """Number of prompt tokens that were reused or restored instead of computed since this coordinator started."""
         generations = [sequence for sequence in self.active if isinstance(sequence, Generation)]
         return self._ended_cached_tokens + sum(sequence.cached_tokens for sequence in generations)
 
@@ -102,7 +104,7 @@ class Requests:
     def used_tokens(self, now: float) -> list[int]:
         """Return for each KV slot the number of tokens that need memory. Content that was unused for long is
         forgotten first."""
-        self._free.forget_unused(now)
+        self._free.forget_unused(now, self.prompt_cache.held_tokens())
         used = {sequence.slot: sequence.memory_tokens for sequence in self.active} | self._free.tokens()
         return [used[slot] for slot in sorted(used)]
 
@@ -219,10 +221,12 @@ class Requests:
             slots = Counter((sequence.client, sequence.owner) for sequence in self.active)
             owners, count = (queued.owner for queued in startable), self._limits.sequences
             queued = startable[self._shares.next(owners, slots, self._present(), count)]
-            self.queued.remove(queued)
             shares = isinstance(queued.ask, Generate) and queued.ask.share_prefix
-            claimed = self._free.take(queued.tokens, numerics, shares=shares)
-            assert claimed is not None
+            claimed = self._free.take(queued.tokens, numerics, shares=shares, held=self.prompt_cache.held_tokens())
+            if claimed is None:  # all free slots are being saved
+                self.prompt_cache.hasten()
+                return
+            self.queued.remove(queued)
             if isinstance(queued.ask, Generate):
                 self.active.append(self._generation(queued, queued.ask, claimed, numerics))
             else:
@@ -294,6 +298,30 @@ class Requests:
         self._free.touch(match.slot, sequence.arrived_at)
         return Match(match.slot, tokens, state)
 
+    def next_restore(self, numerics: str) -> tuple[Generation, int] | None:
+        """Return the sequence whose prompt the prompt cache is to be asked for next, and how many tokens of the prompt
+        are in memory; None if there is none. It is the sequence whose prompt would be computed next."""
+        sequence = next((sequence for sequence in self.active if sequence.prefilling), None)
+        if not isinstance(sequence, Generation) or not self.prompt_cache.may_restore(sequence):
+            return None
+        match = self.prefix_source(sequence, numerics)
+        available = sequence.computed_tokens if match is None else match.tokens
+        is_pure = sequence.provenance.tokens_of(numerics) == sequence.computed_tokens
+        if not is_pure or sequence.prompt_tokens - 1 - available < MIN_TOKENS:
+            sequence.may_restore = False
+            return None
+        return sequence, available
+
+    def save_prompt(self, step: OutstandingStep) -> None:
+        """Have the prompt saved whose last chunk this step has computed, while its completion is generated."""
+        for sequence in step.sequences:
+            if isinstance(step.action.message, Prefill) and not sequence.prefilling and sequence in self.active:
+                self._save(sequence)
+
+    def _save(self, sequence: Sequence) -> None:
+        if isinstance(sequence, Generation) and sequence.ask.share_prefix:
+            self.prompt_cache.save(sequence.slot, sequence.content())
+
     def computes(self, step: OutstandingStep) -> None:
         """Record in the quarantine's ledger how far each sequence of a step, which is being sent, has come."""
         message = step.action.message
@@ -307,6 +335,8 @@ class Requests:
         if isinstance(message, LAST_WORDS):
             self.active.remove(sequence)
             self._free.give_back(sequence.slot, sequence.content(), now)
+            if not isinstance(message, Refused) or message.code == "draining":
+                self._save(sequence)
             self._shares.ended((sequence.client, sequence.owner), sequence.own_tokens)
             if isinstance(message, Refused) and message.code == "ended_a_process":
                 assert isinstance(sequence, Generation | Scoring)
@@ -321,11 +351,12 @@ class Requests:
 
     def end_cancelled(self, now: float) -> list[Tell]:
         """End the sequences that are cancelled or have their final message, and the scores whose client has not copied
-        the logits within MAX_READING_S. No step may be outstanding."""
+        the logits within MAX_READING_S. No step may be outstanding. A sequence whose slot is being restored stays."""
         for sequence in self.active:
             if isinstance(sequence, Scoring) and sequence.client_reads and now - sequence.reads_since > MAX_READING_S:
                 sequence.cancelled = True
         ended = [sequence for sequence in self.active if sequence.cancelled or sequence.last_message is not None]
+        ended = [sequence for sequence in ended if sequence is not self.prompt_cache.restoring]
         return [self.tell(sequence, self._last_message(sequence), now) for sequence in ended]
 
     def _last_message(self, sequence: Sequence) -> Message:

@@ -36,6 +36,8 @@ from neuronpipe.services.coordinator.scheduling.events import (
     Leaving,
     MemoryReleased,
     MemoryReserved,
+    PrefixRestored,
+    PrefixSaved,
     ProcessKey,
     ProcessReady,
     RequestReceived,
@@ -50,9 +52,10 @@ from neuronpipe.services.coordinator.scheduling.events import (
 )
 from neuronpipe.services.coordinator.scheduling.kv_reservation import Reservation
 from neuronpipe.services.coordinator.scheduling.processes import CACHE, PREFILL, Workers
+from neuronpipe.services.coordinator.scheduling.prompt_cache import LOADER
 from neuronpipe.services.coordinator.scheduling.recurrent_states import States
 from neuronpipe.services.coordinator.scheduling.requests import LAST_WORDS, Requests
-from neuronpipe.services.coordinator.scheduling.sequences import answers_to_sampled
+from neuronpipe.services.coordinator.scheduling.sequences import Sequence, answers_to_sampled
 from neuronpipe.services.coordinator.scheduling.step_results import Outcome, Results
 from neuronpipe.services.coordinator.scheduling.steps import OutstandingStep, StepBuilder
 from neuronpipe.services.coordinator.text.constrained_answers import Answer, Constraints
@@ -90,6 +93,7 @@ class Scheduler:
         self.epoch = 0
         self._leaving: frozenset[ProcessKey] = frozenset()
         self._dismissed: frozenset[ProcessKey] = frozenset()  # drained, and have not ended yet
+        self._restore_waits = False  # for memory
         self._step: OutstandingStep | None = None
         self.awaited: list[Answer] = []  # grammar answers; the step's logits are not sampled before AnswersKnown
 
@@ -100,12 +104,15 @@ class Scheduler:
 
     @property
     def awaited_processes(self) -> dict[ProcessKey, str]:
-        """The processes that owe an answer about memory, with the message that they have not answered."""
+        """The processes that owe an answer about memory or the prompt cache, with the message that they have not
+        answered."""
         awaited = {}
         if self._reservation.awaits_cache:
             awaited[CACHE] = "Reserve"
         if self._reservation.awaits_prefill:
             awaited[PREFILL] = "Release"
+        if (message := self.requests.prompt_cache.awaited) is not None:
+            awaited[LOADER] = message
         return awaited
 
     @property
@@ -120,7 +127,7 @@ class Scheduler:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Process an event at the time `now`, in seconds. Returns actions in order: messages to clients are last, so
         that workers compute while they are sent."""
-        actions = self._take(event, now) + self._proceed(now)
+        actions = self._take(event, now) + self._proceed(now) + self.requests.prompt_cache.take_actions()
         return sorted(actions, key=lambda action: isinstance(action, Tell))
 
     def ahead(self, now: float) -> Ahead | None:
@@ -145,8 +152,11 @@ class Scheduler:
         match event:
             case RequestReceived():
                 return [*self.requests.received(event, now)]
-            case ProcessReady(process, numerics):
+            case ProcessReady(process, numerics, prompt_cache):
                 self.workers.is_ready(process, numerics)
+                if process == LOADER:
+                    # The cache stores keys and values only, which do not suffice if layers are recurrent.
+                    self.requests.prompt_cache.serves = prompt_cache and not self._limits.state_slots
                 self._dismissed -= {process}  # it has a successor, so it has ended
                 return [*self._reservation.ask_again()] if process == CACHE else []
             case EpochChanged():
@@ -166,7 +176,9 @@ class Scheduler:
                     for sequence in step.sequences
                     if sequence.last_message is not None
                 ]
-                return self._tell([*outcomes, *ended], now)
+                messages = self._tell([*outcomes, *ended], now)
+                self.requests.save_prompt(step)
+                return messages
             case AnswersKnown():
                 self.awaited = []
                 messages = self._tell(self._results.process_answers(self.requests.active), now)
@@ -178,6 +190,10 @@ class Scheduler:
                 self._reservation.reserved(number)
             case MemoryReleased():
                 return [*self._reservation.released()]
+            case PrefixSaved(number):
+                self.requests.prompt_cache.saved(number)
+            case PrefixRestored(number, tokens):
+                self.requests.prompt_cache.restored(number, tokens)
             case ThrottleChanged(share, until):
                 self.throttle.set(share, until)
             case Ending():
@@ -204,6 +220,8 @@ class Scheduler:
         self.workers.lost(event.lost)
         if PREFILL in event.lost:
             self._reservation.prefill_lost()
+        if LOADER in event.lost:
+            self.requests.prompt_cache.lost()
         self._leaving -= set(event.lost)
         self._dismissed -= set(event.lost)
         if self._step is not None:
@@ -265,13 +283,31 @@ class Scheduler:
             actions.append(self._reservation.release(self.requests.used_tokens(now)))
         if (numerics := self.workers.prefill_numerics) is not None:
             self.requests.give_slots(numerics)
+            actions += self._restore(numerics)
         if self.requests.client_reads or now < self.throttle.resume_at:
             return actions
-        step = self._builder.next_step(self.requests.active, self.epoch)
+        step = self._builder.next_step(self._unhindered_sequences(), self.epoch)
         if step is None:
             return actions
         self.throttle.step_begins(now)
         return [*self._send(step, now), *actions]
+
+    def _restore(self, numerics: str) -> list[Action]:
+        """Ask the prompt cache for the prompt that would be computed next, once the memory of its slot is reserved."""
+        self._restore_waits = False
+        if (wanted := self.requests.next_restore(numerics)) is None:
+            return []
+        sequence, available = wanted
+        if self._reservation.covers_restore(sequence.slot, sequence.prompt_tokens):
+            return [self.requests.prompt_cache.restore(sequence, numerics, available)]
+        self._restore_waits = True
+        return [*self._reservation.ask_restore(sequence.slot, sequence.prompt_tokens)]
+
+    def _unhindered_sequences(self) -> list[Sequence]:
+        """Return the active sequences that may be in the next step: no prompt is computed while one is restored."""
+        if not self._restore_waits and self.requests.prompt_cache.restoring is None:
+            return self.requests.active
+        return [sequence for sequence in self.requests.active if not sequence.prefilling]
 
     def _dismiss(self) -> list[Action]:
         dismissed = self._leaving & self.workers.ready.keys()

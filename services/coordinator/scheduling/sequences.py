@@ -119,7 +119,8 @@ class Generation(Sequence):
     stream: TextStream
     prompt_tokens: int
     max_total_tokens: int  # prompt included: what the context and the request allow
-    cached_tokens: int = 0  # of the prompt, reused from other sequences
+    cached_tokens: int = 0  # of the prompt, reused from other sequences or restored from the prompt cache
+    may_restore: bool = True  # the prompt cache was not asked for this prompt yet
     token_times: list[float] = dataclasses.field(default_factory=list)
     prefill_cost: Cost = dataclasses.field(default_factory=dict)  # of the steps it took part in
     decode_cost: Cost = dataclasses.field(default_factory=dict)
@@ -149,7 +150,7 @@ class Generation(Sequence):
 
     @property
     def own_tokens(self) -> int:
-        """See `Sequence`. Tokens reused from other sequences do not count."""
+        """See `Sequence`. Tokens that were reused or restored do not count."""
         return self.computed_tokens - self.cached_tokens
 
     @property
@@ -161,6 +162,15 @@ class Generation(Sequence):
         """See `Sequence`. Positions between `computed_tokens` and `position` were copied from another slot."""
         self.cached_tokens += position - self.computed_tokens
         super().advance(position, tokens, numerics, state)
+
+    def restored(self, tokens: int, numerics: str) -> None:
+        """Note that the prompt cache has restored the first `tokens` tokens. The prompt's last token must be computed
+        for its logits."""
+        first, end = self.computed_tokens, min(tokens, self.prompt_tokens - 1)
+        if end > first:
+            self.cached_tokens += end - first
+            self.provenance.computed(first, end, numerics)
+            self.computed_tokens = end
 
     @cached_property
     def is_read(self) -> bool:

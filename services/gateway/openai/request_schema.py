@@ -148,6 +148,11 @@ class GenerationRequest(Constrained, SamplingOptions):
     )
     user: str | None = Field(None, description=USER)
     safety_identifier: str | None = Field(None, description=USER)
+    cache_prompt: bool = Field(
+        True,
+        description="With false, the whole prompt is computed: nothing of earlier requests is reused, and nothing "
+        "goes to the prompt cache on disk. The completion is the same either way.",
+    )
     prompt_cache_key: str | None = Field(None, description=IGNORED)
     prompt_cache_retention: str | None = Field(None, description=IGNORED)
     service_tier: str | None = Field(None, description=IGNORED)
