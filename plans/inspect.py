@@ -173,7 +173,13 @@ def _heads(model: dict[str, Any]) -> str:
     heads = f"{model['query_heads']} query heads"
     if model["latent_width"]:
         return f"{heads} of {model['head_width']} on latents of {model['latent_width']} + {model['rotary_width']}"
-    return f"{heads} on {model['key_heads']} key heads of {model['head_width']}"
+    pairs = [
+        (kind.get("key_heads") or model["key_heads"], kind.get("head_width") or model["head_width"])
+        for kind in model["layer_kinds"]
+    ]
+    others = dict.fromkeys(pair for pair in pairs if pair != (model["key_heads"], model["head_width"]))
+    elsewhere = "".join(f", in other layers {count} of {width}" for count, width in others)
+    return f"{heads} on {model['key_heads']} key heads of {model['head_width']}{elsewhere}"
 
 
 def render(description: dict[str, Any]) -> str:

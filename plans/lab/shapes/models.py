@@ -60,9 +60,8 @@ class SimulatedModel:
 
     @property
     def attention_layer_bytes(self) -> float:
-        spec = self.spec
-        weights = spec.width * (spec.qkv_rows + spec.query_width)
-        return weights * self.bits_per_weight / 8
+        """Bytes of attention's matrices in one layer, a mean over the layers."""
+        return self.spec.attention_weights / self.spec.layers * self.bits_per_weight / 8
 
     @property
     def output_bytes(self) -> float:
@@ -74,8 +73,8 @@ class SimulatedModel:
         return self.predictor_rank * (spec.width + rows_share * spec.neurons) * QUANT_BITS / 8
 
     def key_value_layer_bytes(self, context_tokens: float) -> float:
-        """Return the bytes of a layer's keys and values in fp16."""
-        return 4 * self.spec.key_width * context_tokens
+        """Return the bytes of a layer's keys and values in fp16, a mean over the layers."""
+        return 2 * self.spec.position_elements / self.spec.layers * context_tokens
 
     @property
     def fixed_bytes(self) -> float:
@@ -96,7 +95,7 @@ class SimulatedModel:
         """Number of weights of the layers that compute a token of a prompt."""
         spec = self.spec
         dense = len(spec.ffn_matrices) * spec.width * spec.neurons * spec.experts_per_token
-        return spec.layers * (dense + spec.width * (spec.qkv_rows + spec.query_width))
+        return spec.layers * dense + spec.attention_weights
 
 
 @frozen
