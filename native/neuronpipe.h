@@ -449,6 +449,7 @@ typedef struct {
     uint32_t rows, columns;
     int32_t type;             /* of the rows in the slot */
     const uint64_t *offsets;  /* [runs] of the first expert's rows in the reader's files */
+    const uint64_t *strides;  /* [runs] bytes from one expert's rows to the next one's; NULL or 0: they follow one another */
     const int32_t *encodings; /* [runs] NP_GGUF_* */
 } np_source_matrix;
 typedef struct {
@@ -457,7 +458,7 @@ typedef struct {
 } np_source_file;
 typedef struct {
     np_source_matrix gate, up, down; /* gate is the trigger part, the others are the value part */
-    uint32_t runs;                   /* of experts of one layer whose rows follow one another */
+    uint32_t runs;                   /* of experts of one layer whose rows lie at equal distances */
     const uint32_t *first_experts;   /* [runs+1] of each run, counted through all layers; then the number of all experts */
     const np_source_file *files; /* [file_count] the reader's files. Nothing is published that was read from one that differs */
     uint32_t file_count;

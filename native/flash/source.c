@@ -39,11 +39,18 @@ static uint32_t run_of(const np_source *source, uint32_t expert)
     return first;
 }
 
+/* The bytes from one expert's rows of a matrix to the next one's. */
+static uint64_t stride_bytes(const np_source_matrix *matrix, uint32_t run)
+{
+    return matrix->strides && matrix->strides[run] ? matrix->strides[run] : stored_bytes(matrix, run);
+}
+
 /* The read of an expert's rows of one matrix. */
 static np_source_read read_of(const np_source *source, const np_source_matrix *matrix, uint32_t id, uint32_t staged)
 {
     const uint32_t run = run_of(source, id);
-    const uint64_t bytes = stored_bytes(matrix, run), offset = matrix->offsets[run] + (id - source->first_experts[run]) * bytes;
+    const uint64_t bytes = stored_bytes(matrix, run);
+    const uint64_t offset = matrix->offsets[run] + (id - source->first_experts[run]) * stride_bytes(matrix, run);
     const uint64_t first = offset / PAGE * PAGE, end = (offset + bytes + PAGE - 1) / PAGE * PAGE;
     return (np_source_read){.offset = first, .bytes = (uint32_t)(end - first), .skipped_bytes = (uint32_t)(offset - first),
                             .needed_bytes = (uint32_t)(offset + bytes - first), .staged = staged};
@@ -76,7 +83,9 @@ static int is_matrix_valid(const np_source *source, const np_source_matrix *matr
         if (!bytes || bytes > INT32_MAX || !np_gguf_fits(matrix->encodings[run], matrix->type) || np_file_number(offset) >= source->file_count)
             return 0;
         const uint64_t file_bytes = source->files[np_file_number(offset)].bytes;
-        if (file_bytes >> NP_FILE_SHIFT || place > file_bytes || (file_bytes - place) / experts < bytes)
+        const uint64_t stride = stride_bytes(matrix, run);
+        if (file_bytes >> NP_FILE_SHIFT || place > file_bytes || file_bytes - place < bytes || stride < bytes ||
+            (file_bytes - place - bytes) / stride < experts - 1)
             return 0;
     }
     return 1;

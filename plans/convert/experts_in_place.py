@@ -1,6 +1,7 @@
 """Mixtures in GGUF files whose experts a package can read in place, so that only the rest of the model is converted.
 
-In such a file the rows of an expert's gate, up and down matrix are contiguous. An expert that is needed whole can
+In such a file the rows of an expert's gate, up and down matrix are contiguous, and experts lie at equal distances. An
+expert that is needed whole can
 therefore be read from there, and the loader converts its rows to the types that the engine computes with. Experts that
 compute every token lie in one feed-forward there: the package has its parts in a file of its own, encoded in the same
 way.
@@ -72,7 +73,9 @@ def experts_in_place(checkpoint: Checkpoint) -> ExpertsInPlace | str:
                 rows = SourceRows(len(files), own_bytes, _encoding(stored))
                 own_bytes += count * expert_bytes(rows.encoding, layout, matrix, model.width)
             else:
-                rows = SourceRows(files.index(stored.file.path), stored.offset, stored.encoding)
+                size_bytes, stride = stored.rows * stored.stride_bytes, _stride(checkpoint, layer, first, count, matrix)
+                stride = 0 if stride == size_bytes else stride
+                rows = SourceRows(files.index(stored.file.path), stored.offset, stored.encoding, stride)
             matrices[matrix].append(rows)
     return ExpertsInPlace(
         SourceExperts(
@@ -131,6 +134,14 @@ def _expert(checkpoint: Checkpoint, layer: int, expert: int, matrix: str) -> Sto
     return checkpoint.matrices[ffn_name(checkpoint.model, f"layers.{layer}", expert, matrix)][0]
 
 
+def _stride(checkpoint: Checkpoint, layer: int, first: int, count: int, matrix: str) -> int:
+    """Return the bytes from one expert's rows of a run to those of the next."""
+    stored = _expert(checkpoint, layer, first, matrix)
+    if count == 1:
+        return stored.rows * stored.stride_bytes
+    return _expert(checkpoint, layer, first + 1, matrix).offset - stored.offset
+
+
 def _all_experts(checkpoint: Checkpoint) -> Iterator[StoredMatrix]:
     model = checkpoint.model
     return (_expert(checkpoint, layer, expert, matrix) for matrix in MATRICES for layer, expert in model.places)
@@ -156,12 +167,13 @@ def _refusal(checkpoint: Checkpoint) -> str | None:
             one_bytes += size_bytes
             if is_shared(first):
                 continue
+            stride = _stride(checkpoint, layer, first_expert, count, matrix)
             for expert in range(count):
                 stored = _expert(checkpoint, layer, first_expert + expert, matrix)
-                is_next = (stored.offset, stored.encoding) == (first.offset + expert * size_bytes, first.encoding)
+                is_next = (stored.offset, stored.encoding) == (first.offset + expert * stride, first.encoding)
                 if type(stored.file) is not SourceFile or stored.order is not None:
                     return "its experts are not on this disk as they are needed"
-                if not is_next or stored.file.path != first.file.path:
+                if not is_next or stride < size_bytes or stored.file.path != first.file.path:
                     return "its experts do not follow one another in the file"
         largest_bytes = max(largest_bytes, one_bytes)
     if largest_bytes > MAX_EXPERT_BYTES:

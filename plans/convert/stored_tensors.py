@@ -59,7 +59,11 @@ class StoredMatrix:
         """Return a matrix of `count` stored rows, from row `first` on. Raises UserError if there are fewer."""
         if first + count > self.rows:
             raise UserError(f"{self.file.path}: {self.name}: {self.rows} rows, but {first + count} are needed")
-        return replace(self, rows=count, order=np.arange(first, first + count, dtype=np.int64))
+        if self.order is not None:
+            return replace(self, rows=count, order=self.order[first : first + count])
+        if type(self) is not StoredMatrix:
+            return replace(self, rows=count, order=np.arange(first, first + count, dtype=np.int64))
+        return replace(self, rows=count, offset=self.offset + first * self.stride_bytes)
 
     @property
     def stride_bytes(self) -> int:

@@ -356,6 +356,9 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
     }
     if manifest.source_experts is not None:
         values["source_experts"] = asdict(manifest.source_experts)
+        for rows in (rows for of_runs in values["source_experts"]["matrices"].values() for rows in of_runs):
+            if not rows["stride"]:  # as in older packages
+                del rows["stride"]
     if manifest.fired_by_layer is not None:
         values["activity"] = {"mean_by_layer": list(manifest.fired_by_layer)}
         if manifest.trigger_fired_by_layer is not None:

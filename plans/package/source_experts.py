@@ -100,13 +100,19 @@ class SourceRows:
     """Position of a matrix's rows of a run of experts.
 
     file: number in `SourceExperts.files`; the number after the last one is the package's own shared.bin
-    offset: position of the first expert's rows, which those of the others follow
+    offset: position of the first expert's rows
     encoding: GGUF's name
+    stride: bytes from one expert's rows to those of the next; 0: they follow one another
     """
 
     file: int
     offset: int
     encoding: str
+    stride: int = 0
+
+    def end(self, experts: int, size_bytes: int) -> int:
+        """Return the position behind the rows of a run of experts. size_bytes: the bytes of one expert's rows"""
+        return self.offset + (experts - 1) * (self.stride or size_bytes) + size_bytes
 
 
 @frozen(slots=True)
@@ -147,7 +153,7 @@ def shared_bytes(experts: SourceExperts | None, model: ModelSpec, layout: Layout
     if experts is None:
         return 0
     ends = (
-        rows.offset + model.runs[run][2] * expert_bytes(rows.encoding, layout, matrix, model.width)
+        rows.end(model.runs[run][2], expert_bytes(rows.encoding, layout, matrix, model.width))
         for matrix, runs in experts.matrices.items()
         for run, rows in enumerate(runs)
         if rows.file == len(experts.files)
@@ -200,6 +206,11 @@ def _parse_file(record: Record) -> SourceEntry:
 
 def _parse_rows(record: Record, lengths: list[int]) -> SourceRows:
     file = record.integer("file", 0, len(lengths) - 1)
-    rows = SourceRows(file, record.integer("offset", 0, lengths[file]), record.choice("encoding", *GGUF_TYPES))
+    rows = SourceRows(
+        file,
+        record.integer("offset", 0, lengths[file]),
+        record.choice("encoding", *GGUF_TYPES),
+        record.integer("stride", 1, lengths[file]) if record.has("stride") else 0,
+    )
     record.finish()
     return rows

@@ -92,7 +92,7 @@ class PackageWeights:
         stored = experts.matrices[place.name][run]
         count, columns = manifest.layout.rows_and_columns(place.name, self.model.width)
         size_bytes = expert_bytes(stored.encoding, manifest.layout, place.name, self.model.width)
-        start = stored.offset + (expert - self.model.runs[run][1]) * size_bytes
+        start = stored.offset + (expert - self.model.runs[run][1]) * (stored.stride or size_bytes)
         source = np.ascontiguousarray(self._files[stored.file][start : start + size_bytes])
         quantization = place.quantization or manifest.quantization
         rows = unpack_gguf(stored.encoding, source.reshape(count, -1), columns, quantization)

@@ -39,7 +39,8 @@ class NativeSource:
             of_runs = experts.matrices[place.name]
             offsets = ffi.new("uint64_t[]", [rows.file << lib.NP_FILE_SHIFT | rows.offset for rows in of_runs])
             encodings = ffi.new("int32_t[]", [GGUF_TYPES[rows.encoding] for rows in of_runs])
-            self._keep += [offsets, encodings]
+            strides = ffi.new("uint64_t[]", [rows.stride for rows in of_runs])
+            self._keep += [offsets, encodings, strides]
             rows, columns = manifest.layout.rows_and_columns(place.name, manifest.model.width)
             matrices[place.name] = {
                 "part": PARTS[place.part],
@@ -49,6 +50,7 @@ class NativeSource:
                 "columns": columns,
                 "type": ROW_TYPES[place.quantization or manifest.quantization],
                 "offsets": offsets,
+                "strides": strides,
                 "encodings": encodings,
             }
         checksums = ffi.from_buffer("uint32_t[]", self.checksums)

@@ -21,7 +21,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 
 from tests.conformance.checkpoints import RECIPES, Recipe, tokens
-from tests.conformance.gguf_files import write_gguf
+from tests.conformance.gguf_files import gemma4_keys, write_gguf
 from tests.pipeline import Shell
 from tests.unit.test_gguf_counterpart import MIXTURES
 
@@ -54,6 +54,12 @@ GLM: Recipe = replace(
     shared=192,
     config=RECIPES["glm4moe"].config
     | {"n_routed_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 160, "n_shared_experts": 3},
+)
+GEMMA4: Recipe = replace(
+    RECIPES["gemma4 moe"],
+    neurons=64,
+    shared=160,
+    config=RECIPES["gemma4 moe"].config | {"moe_intermediate_size": 64, "intermediate_size": 160},
 )
 PROMPT = [5, 17, 40, 7, 300]
 MOST = 12
@@ -126,12 +132,15 @@ def test_a_loader_that_dies_or_is_swapped_changes_no_token(shell: Shell, data: P
         (RECIPES["gpt-oss"], "MXFP4", 0),
         (GLM, "Q8_0", 0),
         (GLM, "Q4_0", 7),
+        (GEMMA4, "Q8_0", 0),  # gate and up of all experts in one tensor
+        (GEMMA4, "Q4_0", 9),
     ],
 )
 def test_logits_agree_with_the_stored_weights(
     shell: Shell, data: Path, tmp_path: Path, recipe: Recipe, encoding: str, tensors_of_part: int
 ) -> None:
-    metadata = {"qwen3moe": METADATA, "glm4moe": GLM_METADATA}.get(recipe.name, GPT_OSS_METADATA)
+    by_name = {"qwen3moe": METADATA, "glm4moe": GLM_METADATA, "gemma4 moe": gemma4_keys(GEMMA4)}
+    metadata = by_name.get(recipe.name, GPT_OSS_METADATA)
     path = write_gguf(tmp_path / "m.gguf", recipe, encoding, metadata=metadata, tensors_of_part=tensors_of_part)
     text = tokens(recipe, 100)
     with shell.up(path, "--ffn-resident", "40%") as run, attach(run.path) as client:

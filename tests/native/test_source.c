@@ -68,9 +68,9 @@ static void describe(void)
     REQUIRE((down_offsets[1] & (OTHER - 1)) >= 33 + 2 * of_gate && down_offsets[0] + matrix_bytes(NP_GGUF_Q4_0, WIDTH, NEURONS) <= FILE_BYTES);
     const uint32_t quants = NEURONS * WIDTH, scales = NEURONS * WIDTH / 16;
     source = (np_source){
-        .gate = {NP_TRIGGER, 0, quants, NEURONS, WIDTH, NP_Q8, gate_offsets, q8_0},
-        .up = {NP_VALUE, 0, quants, NEURONS, WIDTH, NP_Q8, up_offsets, q8_0},
-        .down = {NP_VALUE, quants + scales, 2 * quants + scales, WIDTH, NEURONS, NP_Q8, down_offsets, of_down},
+        .gate = {NP_TRIGGER, 0, quants, NEURONS, WIDTH, NP_Q8, gate_offsets, NULL, q8_0},
+        .up = {NP_VALUE, 0, quants, NEURONS, WIDTH, NP_Q8, up_offsets, NULL, q8_0},
+        .down = {NP_VALUE, quants + scales, 2 * quants + scales, WIDTH, NEURONS, NP_Q8, down_offsets, NULL, of_down},
         .runs = LAYERS, .first_experts = first_experts, .files = versions, .file_count = 2, .checksums = checksums,
     };
     for (int part = 0; part < 2; part++) {

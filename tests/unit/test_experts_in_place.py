@@ -120,6 +120,33 @@ def test_shared_experts_and_layers_without_a_router_keep_their_values_too(
         package.verify_fixed()
 
 
+def test_gate_and_up_of_all_experts_may_lie_in_one_tensor(tmp_path: Path) -> None:
+    """The rows of an expert's gate then lie as far apart as gate and up together are long."""
+    path = write(tmp_path, replace(MIXTURES["gemma4"], neurons=256), "Q8_0")
+    package = package_of(path, tmp_path / "p")
+    experts, model = package.manifest.source_experts, package.manifest.model
+    assert experts is not None
+    size_bytes = 256 * 512 // 32 * 34
+    for matrix, stride in (("gate", 2 * size_bytes), ("up", 2 * size_bytes), ("down", 0)):
+        assert [(rows.file, rows.stride) for rows in experts.matrices[matrix]] == [(0, stride), (1, 0)] * model.layers
+    assert parse_manifest(package.manifest.to_bytes(), "m") == package.manifest
+    assert [rows.offset for rows in experts.matrices["up"][::2]] == [
+        rows.offset + size_bytes for rows in experts.matrices["gate"][::2]
+    ]
+    weights = PackageWeights(package)
+    with open_checkpoint(path, Options()) as checkpoint:
+        stored = CheckpointWeights(checkpoint)
+        for layer, expert in ((0, 0), (1, 7), (5, 31), (5, 34)):
+            for ours, theirs in zip(weights.neurons(layer, expert), stored.neurons(layer, expert), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+    values = json.loads(package.manifest.to_bytes())
+    values["source_experts"]["matrices"]["gate"][0]["stride"] = size_bytes - 34
+    with pytest.raises(UserError, match=r"matrices\.gate\.0\.stride: is less than"):
+        parse_manifest(
+            json.dumps({**values, "id": identity({k: v for k, v in values.items() if k != "id"})}).encode(), "m"
+        )
+
+
 def test_a_package_has_all_but_the_experts(package: Package) -> None:
     names = {file.name for file in package.path.iterdir()}
     assert names == {"manifest.json", "tokenizer.json", "fixed.safetensors", "checksums.bin"}

@@ -15,7 +15,7 @@ from neuronpipe.plans.convert.gguf.gguf_splits import SPLITS
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import build_tokenizer, gguf_ends
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import UserError
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.conformance.checkpoints import END_TOKEN, TINY, tokenizer
 from tests.conformance.gguf_files import write_gguf
@@ -200,6 +200,43 @@ def test_sentencepiece_merges_by_score(text: str) -> None:
     encoding = built(metadata).encode(text)
     assert encoding.tokens == ["<s>", *merged_by_score(text, scores)]
     assert built(metadata).decode(encoding.ids) == text
+
+
+def gemma() -> tuple[Record, Tokenizer]:
+    """A small vocabulary as Gemma 4 has it, and the tokenizer as its tokenizer.json states it."""
+    merges = [("t", "h"), ("th", "e"), (SPACE, "the"), ("\n", "\n"), (SPACE, SPACE), ("i", "n"), (SPACE, "in")]
+    letters = list(f"{SPACE}etaoinshrdlu.,\n")
+    bytes_ = [f"<0x{n:02X}>" for n in range(256)]
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", *bytes_, *letters, *(a + b for a, b in merges)]
+    model = models.BPE(
+        {piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
+    original = Tokenizer(model)
+    original.normalizer = normalizers.Replace(" ", SPACE)
+    original.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    original.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    original.add_special_tokens(["<bos>", "<|turn>"])
+    metadata = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": [-1000.0] * len(pieces),
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, 3, *[6] * 256, *[1] * (len(pieces) - 261)],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    return Record(metadata, "m.gguf"), original
+
+
+@given(st.text(alphabet="the in.,\n é猫", min_size=1))
+def test_gemma_4_merges_pieces_with_spaces(text: str) -> None:
+    metadata, original = gemma()
+    for whole in (text, f"<|turn>{text}<|turn>"):
+        ids = built(metadata).encode(whole).ids
+        assert ids == [2, *original.encode(whole).ids]
+        assert built(metadata).decode(ids) == original.decode(ids)
 
 
 def test_end_tokens_are_those_named_and_those_known() -> None:

@@ -1,8 +1,8 @@
 """Builds a tokenizer.json from the vocabulary in a GGUF file.
 
-Two kinds are supported: `gpt2`, byte-level BPE with merges, whose split rule is only named (tokenizer.ggml.pre); and
-`llama`, sentencepiece's BPE, in which the scores of pieces decide the order of merges. Other vocabularies need a
-tokenizer.json beside the file or named with --tokenizer.
+Three kinds are supported: `gpt2`, byte-level BPE with merges, whose split rule is only named (tokenizer.ggml.pre);
+`llama`, sentencepiece's BPE, in which the scores of pieces decide the order of merges; and `gemma4`, which is like it
+but has merges. Other vocabularies need a tokenizer.json beside the file or named with --tokenizer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from neuronpipe.plans.convert.gguf.scored_bpe import (
     complaint_about,
     framed,
     scored_bpe,
+    spaced_bpe,
     whole_pieces,
 )
 from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
@@ -58,8 +59,10 @@ def build_tokenizer(metadata: Record) -> bytes:
                 tokenizer, starts = _byte_level(metadata, pieces)
             elif model == "llama":
                 tokenizer, starts = _sentencepiece(metadata, pieces, kinds), True
+            elif model == "gemma4":
+                tokenizer, starts = spaced_bpe(pieces, _merges(metadata), kinds, space_prefix=False), True
             else:
-                metadata.fail("tokenizer.ggml.model", f"{quoted(model)} is not supported; gpt2 and llama are")
+                metadata.fail("tokenizer.ggml.model", f"{quoted(model)} is not supported; gpt2, llama and gemma4 are")
             whole_pieces(tokenizer, pieces, kinds)
             begin, end = (_frame_token(metadata, *name, pieces) for name in (("bos", starts), ("eos", False)))
             return framed(tokenizer, pieces, begin, end)
@@ -111,17 +114,22 @@ def _kinds(metadata: Record, count: int) -> list[int]:
     return kinds
 
 
-def _byte_level(metadata: Record, pieces: list[str]) -> tuple[Tokenizer, bool]:
-    """Return the tokenizer, and True if texts start with the begin token unless the file says otherwise."""
-    pre = metadata.text("tokenizer.ggml.pre")
-    if pre not in SPLITS:
-        metadata.fail("tokenizer.ggml.pre", f"{quoted(pre)} is not known; {', '.join(SPLITS)} are")
+def _merges(metadata: Record) -> list[tuple[str, str]]:
     merges = []
     for merge in _texts(metadata, "tokenizer.ggml.merges"):
         left, space, right = merge.partition(" ")
         if not space or " " in right:
             metadata.fail("tokenizer.ggml.merges", "expected two pieces and a space between them")
         merges.append((left, right))
+    return merges
+
+
+def _byte_level(metadata: Record, pieces: list[str]) -> tuple[Tokenizer, bool]:
+    """Return the tokenizer, and True if texts start with the begin token unless the file says otherwise."""
+    pre = metadata.text("tokenizer.ggml.pre")
+    if pre not in SPLITS:
+        metadata.fail("tokenizer.ggml.pre", f"{quoted(pre)} is not known; {', '.join(SPLITS)} are")
+    merges = _merges(metadata)
     vocabulary = {piece: n for n, piece in enumerate(pieces)}
     split = SPLITS[pre]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.whole_words))

@@ -32,12 +32,23 @@ def scored_bpe(
     kinds: NORMAL, CONTROL and so on
     space_prefix: prepend a space to each text
     """
-    unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
     normal = {piece: n for n, piece in enumerate(pieces) if kinds[n] == NORMAL}
+    return spaced_bpe(pieces, list(_merges(normal, scores)), kinds, space_prefix=space_prefix)
+
+
+def spaced_bpe(
+    pieces: Sequence[str], merges: list[tuple[str, str]], kinds: Sequence[int], *, space_prefix: bool
+) -> Tokenizer:
+    """Return the tokenizer of BPE in which SPACE takes the place of spaces, and unknown characters are bytes.
+
+    merges: pairs of pieces, the first to be merged first
+    kinds, space_prefix: as in `scored_bpe`
+    """
+    unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
             vocab={piece: n for n, piece in enumerate(pieces)},
-            merges=list(_merges(normal, scores)),
+            merges=merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=BYTE in kinds,

@@ -33,7 +33,9 @@ def parse_experts(
             size_bytes = expert_bytes(rows.encoding, layout, place.name, model.width)
             if not size_bytes or not lib.np_gguf_fits(GGUF_TYPES[rows.encoding], ROW_TYPES[of_slots]):
                 record.fail(f"{where}.encoding", f"{rows.encoding} does not go with {of_slots} and this shape")
-            if rows.offset + model.runs[run][2] * size_bytes > lengths[rows.file]:
+            if 0 < rows.stride < size_bytes:
+                record.fail(f"{where}.stride", f"is less than the {size_bytes} bytes of an expert's rows")
+            if rows.end(model.runs[run][2], size_bytes) > lengths[rows.file]:
                 record.fail(f"{where}.offset", "the experts leave the file")
             part_bytes[place.part][run] += read_bytes(size_bytes)
     planned_bytes = {"trigger": layout.trigger_part_bytes, "value": layout.value_part_bytes}
