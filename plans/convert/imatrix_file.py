@@ -23,6 +23,7 @@ from neuronpipe.protocol.errors import UserError, safe_name
 MAX_FILE_BYTES = 1 << 30
 MAX_NAME_BYTES = 256
 SUMS, COUNTS = ".in_sum2", ".counts"
+JOINT_GATE_UP = "ffn_gate_up_exps"  # of all experts, gate and up in one tensor
 LAYER_MATRICES = {
     "attn_q": "qkv",
     "attn_k": "qkv",
@@ -33,6 +34,7 @@ LAYER_MATRICES = {
     "ffn_up": "up",
     "ffn_gate_exps": "gate",
     "ffn_up_exps": "up",
+    JOINT_GATE_UP: "gate",
 }
 """Name of a matrix in GGUF -> its name in a package."""
 
@@ -73,7 +75,8 @@ def _matrices_of(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
     if matrix in ("qkv", "attention_output"):
         yield f"{layer}.{matrix}", 0
     elif matrix in model.ffn_matrices and (model.experts > 1) == found[2].endswith("_exps"):
-        yield from ((ffn_name(model, layer, expert, matrix), expert) for expert in range(model.experts))
+        of_entry = ("gate", "up") if found[2] == JOINT_GATE_UP else (matrix,)
+        yield from ((ffn_name(model, layer, e, name), e) for name in of_entry for e in range(model.experts))
 
 
 def _checked(path: Path, name: str, values: ByColumn, model: ModelSpec, matrix: str, part: int) -> ByColumn:

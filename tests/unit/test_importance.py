@@ -152,6 +152,7 @@ def test_an_imatrix_file_gives_each_matrix_its_own_columns(
         "blk.1.attn_k.weight": query,
         "blk.0.attn_output.weight": output,
         "blk.2.ffn_gate_exps.weight": experts,
+        "blk.1.ffn_gate_up_exps.weight": experts[::-1],  # in one tensor
         "blk.2.ffn_down_exps.weight": generator.random((model.experts, model.neurons)),
         "blk.0.ffn_gate_inp.weight": query,
         f"blk.{model.layers}.attn_q.weight": query,
@@ -162,11 +163,13 @@ def test_an_imatrix_file_gives_each_matrix_its_own_columns(
         "layers.1.qkv",
         "layers.0.attention_output",
         *(f"layers.2.experts.{expert}.gate" for expert in used),
+        *(f"layers.1.experts.{model.experts - 1 - expert}.{part}" for expert in used for part in ("gate", "up")),
     }
     for name, values in (
         ("layers.1.qkv", query),
         ("layers.0.attention_output", output),
         *((f"layers.2.experts.{expert}.gate", experts[expert]) for expert in used),
+        *((f"layers.1.experts.{model.experts - 1 - expert}.up", experts[expert]) for expert in used),
     ):
         expected = np.maximum(values / values.mean(), MIN_RELATIVE_IMPORTANCE)
         np.testing.assert_allclose(importance.by_matrix[name], expected, rtol=1e-5)
