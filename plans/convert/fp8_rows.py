@@ -99,17 +99,17 @@ class Fp8Reader:
         block, shape, encoding = self._block, inventory.shape(name), inventory.encoding(name)
         if block is None:
             block = Block(1 if shape in ((rows, 1), (rows,)) and rows > 1 else rows, columns)
-        needed = (-(-rows // block.rows), -(-columns // block.columns))
-        vector = needed[:1] if needed[1] == 1 else None
-        if shape not in (needed, vector) and not (shape == () and needed == (1, 1)):
+        scale_shape = (-(-rows // block.rows), -(-columns // block.columns))
+        vector = scale_shape[:1] if scale_shape[1] == 1 else None
+        if shape not in (scale_shape, vector) and not (shape == () and scale_shape == (1, 1)):
             _fail(
                 inventory,
                 name,
-                f"has shape {quoted(list(shape))}, but [{rows}, {columns}] needs {list(needed)}",
+                f"has shape {quoted(list(shape))}, but [{rows}, {columns}] needs {list(scale_shape)}",
             )
         if encoding not in PLAIN_BYTES:
             _fail(inventory, name, f"scales of {encoding} are not supported; {', '.join(PLAIN_BYTES)} are")
-        return StoredMatrix(name, *inventory.take_place(name), *needed, encoding), block
+        return StoredMatrix(name, *inventory.take_place(name), *scale_shape, encoding), block
 
 
 def _block(record: Record, name: str) -> Block:

@@ -161,12 +161,12 @@ class PromptCache:
         tokens, origin = _unpacked(message.tokens), self._origin(message.numerics)
         max_chunks = int(KEPT_SHARE * self._folder.budget_bytes) // (self._chunk_bytes + 2 * PAGE_BYTES)
         keys = list(origin.keys(tokens))[:max_chunks]
-        known = [key for key in keys if self._folder.has(key)]
-        self._folder.used(known)
-        if len(known) < len(keys):
+        stored_keys = [key for key in keys if self._folder.has(key)]
+        self._folder.used(stored_keys)
+        if len(stored_keys) < len(keys):
             self._folder.count()
         for number, key in enumerate(keys):
-            if key in known:
+            if key in stored_keys:
                 continue
             with lock:
                 is_saved = self._may_go_on(message, attempt) and self._save_chunk(message, key, number, tokens, origin)
@@ -220,9 +220,9 @@ class PromptCache:
                 return False
             try:
                 chunk_tokens = tokens[first : first + CHUNK_TOKENS]
-                kept = self._regions.ranges(message.sequence, first, max(first, message.first))
+                kept_ranges = self._regions.ranges(message.sequence, first, max(first, message.first))
                 pieces = self._pieces(message.sequence, first)
-                read_chunk(fd, key, chunk_tokens, pieces, [size for _, size in kept])
+                read_chunk(fd, key, chunk_tokens, pieces, [size for _, size in kept_ranges])
             except BadChunk as reason:
                 self._folder.discard(key, str(reason))
                 return False

@@ -158,7 +158,10 @@ def test_kills_while_prompts_are_saved_and_restored_leave_nothing_wrong(
         for _ in range(4):
             time.sleep(draw.uniform(0.05, 0.5))
             if asking.is_alive() and eventually(lambda: run.status().ready):
+                answered = len(answers)
                 os.kill(run.pid(role), signal.SIGKILL)
+                # A request that has seen two kills is refused.
+                eventually(lambda answered=answered: len(answers) > answered or not asking.is_alive(), PATIENCE_S)
         asking.join(PATIENCE_S)
         assert not asking.is_alive()
         assert answers == [(name, expected[name]) for name in ("one", "other") * 6]

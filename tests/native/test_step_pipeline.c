@@ -150,7 +150,7 @@ static const int32_t ends[] = {END};
 
 static int arm(uint64_t number, const int32_t *positions)
 {
-    const np_pipeline_next next = {number, TOKENS, greedy, uniforms, positions, ends, 1};
+    const np_pipeline_next next = {number, TOKENS, greedy, uniforms, positions, NULL, NULL, ends, 1};
     return np_pipeline_arm(relay, &next);
 }
 
@@ -234,7 +234,7 @@ static void test_an_end_token_passes_nothing_on(void)
     const int32_t biased[] = {END};
     const float biases[] = {100.0f};
     how[1].biased = biased, how[1].biases = biases, how[1].biased_count = 1;
-    const np_pipeline_next next = {2, TOKENS, how, uniforms, following, ends, 1};
+    const np_pipeline_next next = {2, TOKENS, how, uniforms, following, NULL, NULL, ends, 1};
     REQUIRE_EQUAL(np_pipeline_arm(relay, &next), NP_OK);
     np_word_store(&shared->stall, 0);
     const np_pipeline_result taken = await();

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MAX_ROOT_WORDS, MAX_README_WORDS, MAX_WORDS = 900, 800, 49_000
+MAX_ROOT_WORDS, MAX_README_WORDS, MAX_WORDS = 900, 800, 40_450
 MAX_LINE = 120
 NORMATIVE = ("protocol/SPEC.md", "plans/package/FORMAT.md")
 GENERATED = (
@@ -16,6 +16,7 @@ GENERATED = (
     "tests/bench/results/README.md",
     "tests/bench/results/simulated-paper.md",
 )
+GENERATED_PART = re.compile(r"<!-- generated: \w+ -->.*?<!-- end -->", re.DOTALL)  # of protocol/SPEC.md
 FOLDERS = (".", "protocol", "native", "plans", "services", "launch", "tests")
 
 
@@ -44,7 +45,8 @@ def test_pages_keep_to_their_length() -> None:
 
 
 def test_all_pages_together_can_be_read() -> None:
-    counts = {name: words(text) for name, text in pages().items() if name not in GENERATED}
+    written = {name: GENERATED_PART.sub("", text) for name, text in pages().items() if name not in GENERATED}
+    counts = {name: words(text) for name, text in written.items()}
     assert sum(counts.values()) <= MAX_WORDS, sorted(counts.items(), key=lambda item: -item[1])[:20]
 
 

@@ -95,10 +95,10 @@ class PromptCache:
 
     def held_tokens(self) -> Mapping[int, int]:
         """Return for each slot that is being saved the number of tokens that must stay in it."""
-        held: dict[int, int] = {}
+        tokens_of: dict[int, int] = {}
         for slot, tokens in self._saving.values():
-            held[slot] = max(held.get(slot, 0), tokens)
-        return held
+            tokens_of[slot] = max(tokens_of.get(slot, 0), tokens)
+        return tokens_of
 
     def hasten(self) -> None:
         """Have the saves end soon, since a request waits for a slot."""

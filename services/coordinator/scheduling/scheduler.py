@@ -295,9 +295,9 @@ class Scheduler:
     def _restore(self, numerics: str) -> list[Action]:
         """Ask the prompt cache for the prompt that would be computed next, once the memory of its slot is reserved."""
         self._restore_waits = False
-        if (wanted := self.requests.next_restore(numerics)) is None:
+        if (restorable := self.requests.next_restore(numerics)) is None:
             return []
-        sequence, available = wanted
+        sequence, available = restorable
         if self._reservation.covers_restore(sequence.slot, sequence.prompt_tokens):
             return [self.requests.prompt_cache.restore(sequence, numerics, available)]
         self._restore_waits = True
