@@ -28,12 +28,12 @@ def products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCost, toke
     Reading the weights from memory and flash overlaps with it and is not included.
     """
     model = manifest.model
-    attention = model.attention_weights
+    mixers = model.attention_weights + model.recurrent_weights
     expert_tokens = max(1, round(tokens * rates.chosen))
     gates = union(rates.chosen, tokens) * model.ffns * model.neurons * model.width
     values = _pairs(manifest, rates, tokens) * rates.value_read * model.neurons * model.width
     return (
-        cost.panel_ms(tokens, attention)
+        cost.panel_ms(tokens, mixers)
         + cost.panel_ms(expert_tokens, gates, gates=True)
         + cost.reused_values_ms(values * (2 if model.gated else 1), rates.value_read)
     )
@@ -72,5 +72,5 @@ def _attended_elements(manifest: Manifest, tokens: int, before: int) -> int:
             + in_growing_window * (in_growing_window + 1) // 2
             + (tokens - in_growing_window) * window
         )
-        total += vectors.width * positions
+        total += vectors.width * positions if vectors.vectors else 0
     return total

@@ -8,6 +8,7 @@ from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
 from neuronpipe.plans.package.traffic import neuron_row_bytes, trigger_row_bytes
 from neuronpipe.plans.plan.document import Compute, Memory
 from neuronpipe.plans.plan.offloaded_blocks import matrix_bytes
+from neuronpipe.plans.plan.segment_sizes import STATE_ELEMENT_BYTES
 from neuronpipe.protocol.frozen import frozen
 
 
@@ -37,13 +38,15 @@ class StepBytes:
         )
 
     def kv(self, tokens: int) -> int:
-        """Return the bytes of one sequence's keys and values in all layers, each within its attention window.
+        """Return the bytes of one sequence's keys and values in all layers, each within its attention window, and of
+        its recurrent states, which are read and written.
 
         tokens: length of the sequence
         """
         model = self.manifest.model
         layers = zip(model.cached_vectors, model.windows_tokens, strict=True)
-        return 2 * sum(vectors.elements * min(tokens, window or tokens) for vectors, window in layers)
+        keys_bytes = 2 * sum(vectors.elements * min(tokens, window or tokens) for vectors, window in layers)
+        return keys_bytes + 2 * STATE_ELEMENT_BYTES * model.all_state_elements
 
     def trigger_rows(self, tokens: int) -> float:
         """Return the bytes of the trigger rows that the tokens read. A row counts for each token, up to all rows."""

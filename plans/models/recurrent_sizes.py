@@ -78,6 +78,14 @@ class RecurrentSizes:
         layers = (layer for layer, mixer in enumerate(self.mixers) if mixer in RECURRENT)
         return max((self.recurrent_rows(layer) + self.rates(layer) for layer in layers), default=0)
 
+    @cached_property
+    def recurrent_weights(self) -> int:
+        """Number of weights of recurrent layers' matrices, in all layers."""
+        layers = (layer for layer, mixer in enumerate(self.mixers) if mixer in RECURRENT)
+        return self.width * sum(
+            self.recurrent_rows(layer) + self.rates(layer) + self.gate_width(layer) for layer in layers
+        )
+
     def state_elements(self, layer: int) -> int:
         """Return the number of elements of a layer's state: earlier inputs of the convolution, and the memories."""
         mixer = self.mixers[layer]

@@ -3,7 +3,8 @@
 The KV cache has unused memory while sequences are shorter than the context, and the stage of prompts is unused while
 there is no prompt. PowerInfer-2 resizes its cache with the batch; here the cache grows and shrinks with the sequences.
 
-    reserved  keys and values of every KV slot, in whole grants of tokens, and the stage of the prompt under way
+    reserved  keys and values of every KV slot, in whole grants of tokens, the stage of the prompt under way, and all
+              recurrent states
     borrowed  those of the plan's borrowed slots that fit into borrowable memory that is not reserved
 
 The coordinator reserves memory before a step needs it, and the cache reclaims slots for that (services/cache).
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Compute, Memory, MemoryBudget
-from neuronpipe.plans.plan.segment_sizes import RunShape, prefill_layouts
+from neuronpipe.plans.plan.segment_sizes import STATE_ELEMENT_BYTES, RunShape, prefill_layouts
 from neuronpipe.protocol.frozen import frozen
 
 GRANTS = 16  # maximum of reservations until a sequence fills its context
@@ -81,10 +82,15 @@ class BorrowableMemory:
         kv_tokens: for each KV slot, the tokens that it stores
         stage_tokens: result of the method `stage_tokens`; 0 without a prompt
         """
-        kv_bytes = min(self.kv_bytes, sum(map(self._slot_bytes, kv_tokens)))
+        kv_bytes = min(self.kv_bytes, self._state_bytes + sum(map(self._slot_bytes, kv_tokens)))
         if stage_tokens == SHORT_PROMPT_TOKENS < self.chunk_tokens:
             return kv_bytes + self._short_stage_bytes
         return kv_bytes + (self.stage_bytes if stage_tokens else 0)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of recurrent states, which no slot borrows."""
+        return STATE_ELEMENT_BYTES * self.shape.state_slots * self.manifest.model.all_state_elements
 
     @functools.cached_property
     def _short_stage_bytes(self) -> int:

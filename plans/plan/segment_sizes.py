@@ -16,6 +16,7 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.memory.layout import Layout
 
 WORD_BYTES = 4
+STATE_ELEMENT_BYTES = 4
 STATES_PER_SEQUENCE = 2  # recurrent states: a step reads one and writes the other
 PARTIAL_TOKENS = 64  # maximum of tokens whose block sums a prefill step stores at once; more are computed in turns
 

@@ -33,7 +33,7 @@ from neuronpipe.plans.plan.memory_budget import (
 )
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator, offload_reasons, offload_shape
 from neuronpipe.plans.plan.runtime_memory import runtime_of
-from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, STATES_PER_SEQUENCE, RunShape
+from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, STATE_ELEMENT_BYTES, STATES_PER_SEQUENCE, RunShape
 from neuronpipe.plans.planner.assumptions import assumptions
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.mode_choice import mode_reason
@@ -135,7 +135,7 @@ class _PlanBuilder:
 
     def _state_slots(self) -> int:
         """Return the number of slots for recurrent states: two for each sequence, and a few snapshots."""
-        state_bytes = 4 * self._manifest.model.all_state_elements
+        state_bytes = STATE_ELEMENT_BYTES * self._manifest.model.all_state_elements
         snapshots = int(SNAPSHOT_SHARE * self._limit_bytes // state_bytes)
         return STATES_PER_SEQUENCE * self._options.sequences + min(MAX_SNAPSHOTS, snapshots)
 
