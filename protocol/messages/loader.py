@@ -90,15 +90,21 @@ class Save(Message):
     sequence: KV slot
     numerics: those of `Hello` in which they were computed
     tokens: from position 0 on, little-endian uint32
+    state_slots: if layers are recurrent, slots with states after some of these tokens
+    state_tokens: after how many tokens each of these states is
     """
 
     number: int
     sequence: int
     numerics: str
     tokens: bytes
+    state_slots: tuple[int, ...] = ()
+    state_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _whole_words("tokens", self.tokens)
+        if len(self.state_slots) != len(self.state_tokens):
+            raise ValueError("state_slots and state_tokens: expected the same length")
 
 
 @message
@@ -122,6 +128,8 @@ class Restore(Message):
     tokens: as in `Save`
     first: how many of them the slot has
     min_tokens: restore nothing if fewer are in the prompt cache
+    state_to: if layers are recurrent, the slot that receives the state; only as many tokens as a stored state has seen
+        are restored
     """
 
     number: int
@@ -130,6 +138,7 @@ class Restore(Message):
     tokens: bytes
     first: int = 0
     min_tokens: int = 0
+    state_to: int | None = None
 
     def __post_init__(self) -> None:
         _whole_words("tokens", self.tokens)

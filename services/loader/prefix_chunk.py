@@ -65,11 +65,16 @@ class Origin:
             yield chain.hex()[:40]
 
 
+def state_key(chunk_key: str) -> str:
+    """Return the key of the recurrent state after a chunk. Its file is like that of a chunk without tokens."""
+    return hashlib.sha256(f"{chunk_key} state".encode()).hexdigest()[:40]
+
+
 @frozen(kw_only=True)
 class Description:
     """The description in a chunk's file.
 
-    first: position of the chunk's first token
+    first: position of the chunk's first token, or of the first token after a state
     content_bytes: bytes of all pieces
     crc32c: checksum of all pieces
     """

@@ -34,10 +34,11 @@ from neuronpipe.services.loader.prefix_chunk import (
     Origin,
     checksum,
     read_chunk,
+    state_key,
     write_chunk,
 )
 from neuronpipe.services.loader.prefix_folder import KEPT_SHARE, PrefixFolder
-from neuronpipe.services.loader.slot_regions import SlotRegions
+from neuronpipe.services.loader.slot_regions import SlotRegions, StateSlots
 from neuronpipe.services.runtime.core_pinning import unpinned
 from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.runtime.run_memory import RunMemory
@@ -57,12 +58,19 @@ class PromptCache:
     regions: the regions of a KV slot
     content: the segment of all KV slots, writable
     origin: returns the origin of keys and values that were computed in some numerics
+    states: the slots of recurrent states; None: no layer is recurrent
     """
 
     def __init__(
-        self, folder: PrefixFolder, regions: SlotRegions, content: memoryview, origin: Callable[[str], Origin]
+        self,
+        folder: PrefixFolder,
+        regions: SlotRegions,
+        content: memoryview,
+        origin: Callable[[str], Origin],
+        states: StateSlots | None = None,
     ) -> None:
         self._folder, self._regions, self._content, self._origin = folder, regions, content, origin
+        self._states = states
         self._chunk_bytes = regions.total_bytes(CHUNK_TOKENS)
         self._answers = SimpleQueue[Message]()
         self.wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -91,7 +99,7 @@ class PromptCache:
                 regions=regions.signature,
             )
 
-        return cls(folder, regions, mapping.content, origin)
+        return cls(folder, regions, mapping.content, origin, StateSlots.of(mapping.layout))
 
     # ---- the main thread -------------------------------------------------------------------------------------
     def submit(self, message: Message) -> None:
@@ -173,10 +181,32 @@ class PromptCache:
             if not is_saved:
                 break
         self._folder.used(keys)
+        self._save_states(message, attempt, lock, keys, origin)
+
+    def _save_states(
+        self, message: Save, attempt: int, lock: threading.Lock, keys: Sequence[str], origin: Origin
+    ) -> None:
+        """Write the states after whole chunks that are stored and whose state has no file yet."""
+        for slot, tokens in zip(message.state_slots, message.state_tokens, strict=True):
+            number, rest = divmod(tokens, CHUNK_TOKENS)
+            if rest or not 0 < number <= len(keys) or self._states is None or not self._folder.has(keys[number - 1]):
+                continue
+            key, pieces = state_key(keys[number - 1]), [self._states.piece(self._content, slot)]
+            with lock:
+                if not self._may_go_on(message, attempt):
+                    return
+                if not self._folder.has(key):
+                    self._add(key, tokens, (), pieces, origin)
+            self._folder.used([key])
 
     def _save_chunk(self, message: Save, key: str, number: int, tokens: Sequence[int], origin: Origin) -> bool:
         first = number * CHUNK_TOKENS
-        pieces = self._pieces(message.sequence, first)
+        chunk = tuple(tokens[first : first + CHUNK_TOKENS])
+        return self._add(key, first, chunk, self._pieces(message.sequence, first), origin)
+
+    def _add(self, key: str, first: int, tokens: tuple[int, ...], pieces: Sequence[memoryview], origin: Origin) -> bool:
+        """Write a file of a chunk, or of the state before position `first`, which has no tokens."""
+        content_bytes = sum(map(len, pieces))
         description = Description(
             key=key,
             package=origin.package,
@@ -184,11 +214,11 @@ class PromptCache:
             engine=origin.engine,
             regions=origin.regions,
             first=first,
-            tokens=tuple(tokens[first : first + CHUNK_TOKENS]),
-            content_bytes=self._chunk_bytes,
+            tokens=tokens,
+            content_bytes=content_bytes,
             crc32c=checksum(pieces),
         )
-        size_bytes = len(description.to_bytes()) + self._chunk_bytes
+        size_bytes = len(description.to_bytes()) + content_bytes
         return self._folder.add(key, size_bytes, lambda fd: write_chunk(fd, description, pieces))
 
     def _restore(self, message: Restore, attempt: int, lock: threading.Lock) -> int:
@@ -199,6 +229,9 @@ class PromptCache:
         first = end = message.first // CHUNK_TOKENS
         while end < len(keys) and self._folder.has(keys[end]):
             end += 1
+        if message.state_to is not None:
+            while end > first and not self._folder.has(state_key(keys[end - 1])):
+                end -= 1
         restored = first
         if end * CHUNK_TOKENS >= message.min_tokens:
             while restored < end:
@@ -211,18 +244,33 @@ class PromptCache:
                         break
                 restored += 1
             self._folder.used(keys[:restored])
+        if message.state_to is not None and restored > first and not self._restore_state(message, keys, restored, end):
+            return 0
         return restored * CHUNK_TOKENS if restored > first else 0
+
+    def _restore_state(self, message: Restore, keys: Sequence[str], restored: int, end: int) -> bool:
+        """Read the state after the last chunk. Return False if a chunk or the state was not restored."""
+        if restored < end or self._states is None or message.state_to is None:
+            return False
+        key = state_key(keys[end - 1])
+        self._folder.used([key])
+        return self._read(key, (), [self._states.piece(self._content, message.state_to)])
 
     def _restore_chunk(self, message: Restore, key: str, number: int, tokens: Sequence[int]) -> bool:
         first = number * CHUNK_TOKENS
+        present = self._regions.ranges(message.sequence, first, max(first, message.first))
+        pieces = self._pieces(message.sequence, first)
+        return self._read(key, tokens[first : first + CHUNK_TOKENS], pieces, [size for _, size in present])
+
+    def _read(
+        self, key: str, tokens: Sequence[int], pieces: Sequence[memoryview], present_bytes: Sequence[int] = ()
+    ) -> bool:
+        """Read a file into the pieces, whose first bytes may be present. Return False if it is not whole and right."""
         with self._folder.opened(key) as fd:
             if fd is None:
                 return False
             try:
-                chunk_tokens = tokens[first : first + CHUNK_TOKENS]
-                kept_ranges = self._regions.ranges(message.sequence, first, max(first, message.first))
-                pieces = self._pieces(message.sequence, first)
-                read_chunk(fd, key, chunk_tokens, pieces, [size for _, size in kept_ranges])
+                read_chunk(fd, key, tokens, pieces, present_bytes)
             except BadChunk as reason:
                 self._folder.discard(key, str(reason))
                 return False

@@ -4,8 +4,7 @@
     ranges(slot, first, end)    (offset, bytes) of each piece, the same number and sizes for every slot and context
 
 A file of the prompt cache has these pieces one after the other, so it fits every run of the package, whatever its
-number of sequences and its context. A model with a state adds a region whose pieces are the state after `end` tokens.
-This module touches no memory.
+number of sequences and its context. Recurrent states lie in slots of their own: `StateSlots`.
 """
 
 from __future__ import annotations
@@ -64,6 +63,33 @@ class TokenRows:
             for vector in range(slot * vectors, (slot + 1) * vectors):
                 yield layer_offset + vector * vector_bytes + first * row_bytes, (end - first) * row_bytes
             layer_offset += self.sequences * vectors * vector_bytes
+
+
+@frozen
+class StateSlots:
+    """The slots of recurrent states in the segment.
+
+    offset_bytes: where the first slot lies
+    state_bytes: bytes of a slot
+    """
+
+    slots: int
+    state_bytes: int
+    offset_bytes: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> StateSlots | None:
+        """Return the state slots of the segment `kv` with this layout; None if it has none."""
+        field = layout["states"]
+        slots, elements = field.shape
+        return cls(slots, elements * TYPE_BYTES[field.type], field.offset_bytes) if slots and elements else None
+
+    def piece(self, content: memoryview, slot: int) -> memoryview:
+        """Return the bytes of a slot. Raises ValueError if it lies outside the segment."""
+        if not 0 <= slot < self.slots:
+            raise ValueError(f"state slot {slot} lies outside the segment")
+        first = self.offset_bytes + slot * self.state_bytes
+        return content[first : first + self.state_bytes]
 
 
 @frozen

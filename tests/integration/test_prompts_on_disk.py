@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from neuronpipe.launch.planning import DEMO
 
+from tests.conformance.checkpoints import RECIPES, write_checkpoint
 from tests.http_client import served
 from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
@@ -169,6 +171,35 @@ def test_kills_while_prompts_are_saved_and_restored_leave_nothing_wrong(
         assert ask(run)["token_ids"] == expected["one"]
         assert ask(run, OTHER)["token_ids"] == expected["other"]
         assert not list(caches.glob("*.part")), "what was written when the loader was killed"
+
+
+def test_a_recurrent_model_goes_on_from_the_last_state_that_was_saved(
+    shell: Shell, caches: Path, tmp_path: Path
+) -> None:
+    recipe = dataclasses.replace(RECIPES["qwen3.5"], context_tokens=2048)
+    source, package = write_checkpoint(tmp_path / "model", recipe), tmp_path / "package"
+    assert shell.call("convert", source, "-o", package, "--quantization", "f16").code == 0
+    prompt = [DRAW.randrange(5, 500) for _ in range(1300)]
+    with shell.up(package, "--prompt-cache", "0") as run:
+        whole = ask(run, prompt)["token_ids"]
+    with shell.up(package) as run:
+        assert ask(run, prompt)["token_ids"] == whole
+        chunks = len(prompt) // CHUNK
+        assert saved(caches, chunks + 1), "the chunks, and a state"
+    for options in (("--workers", "2"), ("--workers", "1", "--sequences", "3", "--ffn-resident", "30%")):
+        with shell.up(package, *options) as run:
+            again = ask(run, prompt)
+            assert again["token_ids"] == whole
+            # The second to last step of the prompt ended with the state that was saved.
+            assert len(prompt) - 512 - CHUNK < again["cached_tokens"] < len(prompt)
+            assert again["cached_tokens"] % CHUNK == 0
+    states = [file for file in files(caches) if b'"tokens": []' in file.read_bytes()[:4096]]
+    assert states
+    for file in states:
+        file.write_bytes(file.read_bytes()[:-1])
+    with shell.up(package) as run:
+        again = ask(run, prompt)
+        assert (again["cached_tokens"], again["token_ids"]) == (0, whole)
 
 
 def test_a_swap_of_the_loader_and_of_a_worker_keeps_the_prompts(

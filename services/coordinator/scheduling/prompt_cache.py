@@ -23,6 +23,7 @@ from typing import NamedTuple
 from neuronpipe.protocol.messages.loader import Hasten, Restore, Save
 from neuronpipe.services.coordinator.scheduling.events import ProcessKey, UsePromptCache
 from neuronpipe.services.coordinator.scheduling.prefix_reuse import SlotContent
+from neuronpipe.services.coordinator.scheduling.recurrent_states import NO_STATE, States
 from neuronpipe.services.coordinator.scheduling.sequences import Generation
 
 LOADER: ProcessKey = ("loader", 0)
@@ -32,12 +33,14 @@ MIN_TOKENS = 64  # fewer are computed sooner than a request for them is answered
 class _Saving(NamedTuple):
     slot: int
     tokens: int
+    state_slots: tuple[int, ...]
 
 
 class _Restoring(NamedTuple):
     number: int
     sequence: Generation
     numerics: str
+    state: int
 
 
 class PromptCache:
@@ -46,8 +49,9 @@ class PromptCache:
     serves: True while the loader is ready and has a prompt cache
     """
 
-    def __init__(self) -> None:
+    def __init__(self, states: States) -> None:
         self.serves = False
+        self._states = states
         self._restoring: _Restoring | None = None
         self._number = 0  # of the last `Save` or `Restore`
         self._saving: dict[int, _Saving] = {}  # by the number of the `Save`
@@ -85,8 +89,17 @@ class PromptCache:
         if len(tokens) < MIN_TOKENS:
             return
         self._number += 1
-        self._saving[self._number] = _Saving(slot, len(tokens))
-        message = Save(number=self._number, sequence=slot, numerics=numerics, tokens=_packed(tokens))
+        snapshots = self._states.snapshots_of(tokens, numerics)
+        state_slots = tuple(snapshot.slot for snapshot in snapshots)
+        self._saving[self._number] = _Saving(slot, len(tokens), state_slots)
+        message = Save(
+            number=self._number,
+            sequence=slot,
+            numerics=numerics,
+            tokens=_packed(tokens),
+            state_slots=state_slots,
+            state_tokens=tuple(len(snapshot.tokens) for snapshot in snapshots),
+        )
         self._actions.append(UsePromptCache(message))
 
     def saved(self, number: int) -> None:
@@ -96,9 +109,13 @@ class PromptCache:
     def held_tokens(self) -> Mapping[int, int]:
         """Return for each slot that is being saved the number of tokens that must stay in it."""
         tokens_of: dict[int, int] = {}
-        for slot, tokens in self._saving.values():
+        for slot, tokens, _ in self._saving.values():
             tokens_of[slot] = max(tokens_of.get(slot, 0), tokens)
         return tokens_of
+
+    def held_states(self) -> list[int]:
+        """Return the state slots that are being saved, which must stay as they are."""
+        return [slot for saving in self._saving.values() for slot in saving.state_slots]
 
     def hasten(self) -> None:
         """Have the saves end soon, since a request waits for a slot."""
@@ -120,22 +137,27 @@ class PromptCache:
     def restore(self, sequence: Generation, numerics: str, available: int) -> UsePromptCache:
         """Return the action that restores a sequence's slot, whose memory is reserved."""
         self._number += 1
-        self._restoring, sequence.may_restore = _Restoring(self._number, sequence, numerics), False
+        state_to = self._states.target(sequence.slot, sequence.state) if self._states.are_used else None
+        state = NO_STATE if state_to is None else state_to
+        self._restoring, sequence.may_restore = _Restoring(self._number, sequence, numerics, state), False
+        # The state after the whole prompt is of no use: its last token must be computed for its logits.
+        end = sequence.prompt_tokens - (state_to is not None)
         message = Restore(
             number=self._number,
             sequence=sequence.slot,
             numerics=numerics,
-            tokens=_packed(sequence.tokens[: sequence.prompt_tokens]),
+            tokens=_packed(sequence.tokens[:end]),
             first=sequence.computed_tokens,
             min_tokens=available + MIN_TOKENS,
+            state_to=state_to,
         )
         return UsePromptCache(message)
 
     def restored(self, number: int, tokens: int) -> None:
         """Process the loader's answer to a `Restore`."""
         if self._restoring is not None and self._restoring.number == number:
-            (_, sequence, numerics), self._restoring = self._restoring, None
-            sequence.restored(tokens, numerics)
+            (_, sequence, numerics, state), self._restoring = self._restoring, None
+            sequence.restored(tokens, numerics, state)
 
 
 def _packed(tokens: list[int]) -> bytes:

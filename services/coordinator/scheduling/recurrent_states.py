@@ -72,6 +72,16 @@ class States:
             self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.slot != slot]
             self._snapshots.append(Snapshot(slot, tuple(tokens), numerics))
 
+    def snapshots_of(self, tokens: list[int], numerics: str) -> list[Snapshot]:
+        """Return all snapshots of prefixes of these tokens."""
+        return [
+            snapshot
+            for snapshot in self._snapshots
+            if snapshot.tokens
+            and snapshot.numerics == numerics
+            and [*snapshot.tokens] == tokens[: len(snapshot.tokens)]
+        ]
+
     def holds(self, slot: int, tokens: list[int], numerics: str) -> bool:
         """Return True if a slot that had the state after these tokens still has it."""
         if slot == NO_STATE or not self.is_snapshot(slot):
@@ -81,13 +91,7 @@ class States:
     def longest(self, tokens: list[int], limit_tokens: int, numerics: str) -> Snapshot | None:
         """Return the longest snapshot of a prefix of `tokens` with at most `limit_tokens`, and mark it as used; None if
         there is none."""
-        usable = [
-            snapshot
-            for snapshot in self._snapshots
-            if snapshot.numerics == numerics
-            and 0 < len(snapshot.tokens) <= limit_tokens
-            and list(snapshot.tokens) == tokens[: len(snapshot.tokens)]
-        ]
+        usable = self.snapshots_of(tokens[:limit_tokens], numerics)
         best = max(usable, key=lambda snapshot: len(snapshot.tokens), default=None)
         if best is not None:
             self._snapshots.remove(best)

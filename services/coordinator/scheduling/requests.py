@@ -78,7 +78,7 @@ class Requests:
         self._states = states
         self._free = FreeSlots(limits.sequences, states)
         self._shares = Shares()
-        self.prompt_cache = PromptCache()
+        self.prompt_cache = PromptCache(states)
         self.compiling: list[Queued] = []
         self.queued: list[Queued] = []
         self.active: list[Sequence] = []

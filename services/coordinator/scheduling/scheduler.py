@@ -155,8 +155,7 @@ class Scheduler:
             case ProcessReady(process, numerics, prompt_cache):
                 self.workers.is_ready(process, numerics)
                 if process == LOADER:
-                    # The cache stores keys and values only, which do not suffice if layers are recurrent.
-                    self.requests.prompt_cache.serves = prompt_cache and not self._limits.state_slots
+                    self.requests.prompt_cache.serves = prompt_cache
                 self._dismissed -= {process}  # it has a successor, so it has ended
                 return [*self._reservation.ask_again()] if process == CACHE else []
             case EpochChanged():
@@ -286,7 +285,9 @@ class Scheduler:
             actions += self._restore(numerics)
         if self.requests.client_reads or now < self.throttle.resume_at:
             return actions
-        step = self._builder.next_step(self._unhindered_sequences(), self.epoch)
+        step = self._builder.next_step(
+            self._unhindered_sequences(), self.epoch, self.requests.prompt_cache.held_states()
+        )
         if step is None:
             return actions
         self.throttle.step_begins(now)

@@ -163,14 +163,14 @@ class Generation(Sequence):
         self.cached_tokens += position - self.computed_tokens
         super().advance(position, tokens, numerics, state)
 
-    def restored(self, tokens: int, numerics: str) -> None:
-        """Note that the prompt cache has restored the first `tokens` tokens. The prompt's last token must be computed
-        for its logits."""
+    def restored(self, tokens: int, numerics: str, state: int = NO_STATE) -> None:
+        """Note that the prompt cache has restored the first `tokens` tokens, and the recurrent state after them in slot
+        `state`. The prompt's last token must be computed for its logits."""
         first, end = self.computed_tokens, min(tokens, self.prompt_tokens - 1)
         if end > first:
             self.cached_tokens += end - first
             self.provenance.computed(first, end, numerics)
-            self.computed_tokens = end
+            self.computed_tokens, self.state = end, state
 
     @cached_property
     def is_read(self) -> bool:

@@ -18,6 +18,7 @@ from neuronpipe.services.coordinator.scheduling.sequences import Cost, Generatio
 from neuronpipe.services.runtime.quarantine import CERTAIN, CRASH_WEIGHT, STEP_KILL_WEIGHT
 
 ISOLATED_WEIGHT = CERTAIN - CRASH_WEIGHT  # one more crash is enough: there is a single suspect
+STATE_INTERVAL_TOKENS = 64  # a multiple of the chunks that the prompt cache stores
 BESIDE_DECODE_TOKENS = 64  # per chunk of a prompt, while other sequences wait for their next token
 
 
@@ -164,8 +165,13 @@ class StepBuilder:
         self._score_turn = False
         self.steps = 0
 
-    def next_step(self, sequences: list[Sequence], epoch: int) -> OutstandingStep | None:
-        """Return the next step for some of these sequences in this epoch; None if none can continue."""
+    def next_step(
+        self, sequences: list[Sequence], epoch: int, saved_states: tuple[int, ...] | list[int] = ()
+    ) -> OutstandingStep | None:
+        """Return the next step for some of these sequences in this epoch; None if none can continue.
+
+        saved_states: state slots that are being saved
+        """
         decoders, numerics = self._workers.decoders(), self._workers.prefill_numerics
         prefills = [sequence for sequence in sequences if sequence.prefilling]
         decodes = (
@@ -175,7 +181,7 @@ class StepBuilder:
         )
         if numerics is not None and prefills and (self._prefill_turn or not decodes):
             self._prefill_turn = False
-            read = [sequence.state for sequence in sequences]
+            read = [*(sequence.state for sequence in sequences), *saved_states]
             return self._prefill(prefills[0], epoch, numerics, read, beside_decode=bool(decodes))
         self._prefill_turn = True
         batch = self._decode_batch(decodes)
@@ -216,7 +222,7 @@ class StepBuilder:
             assert isinstance(sequence, Generation)
             if (match := self._prefix_source(sequence, numerics)) is not None:
                 copy_from, first, state = match
-            chunk = sequence.tokens[first : min(sequence.prompt_tokens, first + max_tokens)]
+            chunk = sequence.tokens[first : self._chunk_end(first, max_tokens, sequence.prompt_tokens)]
             logits = "last" if first + len(chunk) == sequence.prompt_tokens else "none"
         if self._states.are_used:
             is_near_end = first + len(chunk) + max_tokens >= getattr(sequence, "prompt_tokens", math.inf)
@@ -237,6 +243,13 @@ class StepBuilder:
             state_to=state_to,
         )
         return OutstandingStep(SendStep((PREFILL,), message), [sequence], numerics, self._states)
+
+    def _chunk_end(self, first: int, max_tokens: int, prompt_tokens: int) -> int:
+        """Return where a prompt's chunk ends. States between chunks are at positions where the prompt cache can store
+        them."""
+        end = min(prompt_tokens, first + max_tokens)
+        aligned = end - end % STATE_INTERVAL_TOKENS
+        return aligned if self._states.are_used and first < aligned and end < prompt_tokens else end
 
     def _decode(self, batch: list[Sequence], epoch: int, participants: Participants) -> OutstandingStep:
         self.steps += 1
