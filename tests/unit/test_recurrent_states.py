@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import random
+import struct
 import zlib
 
 import pytest
 from neuronpipe.protocol.messages.client import Finished
+from neuronpipe.protocol.messages.loader import Hasten, Restore, Save
 from neuronpipe.protocol.messages.request import Cancel, Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.services.coordinator.scheduling import prompt_cache, requests
 from neuronpipe.services.coordinator.scheduling.events import (
     EpochChanged,
+    PrefixRestored,
+    PrefixSaved,
     ProcessReady,
     SampleTokens,
     SendStep,
     StepLeft,
     Tell,
     TokensSampled,
+    UsePromptCache,
 )
 from neuronpipe.services.coordinator.scheduling.recurrent_states import NO_STATE, States
 
@@ -55,7 +61,10 @@ class Machine:
         self.sampling: list[SampleTokens] = []
         self.rows: list[int] = []
         self.requests: dict[str, tuple[str, int]] = {}
-        self.finished, self.cached, self.now, self.epoch = 0, 0, 0.0, 0
+        self.finished, self.cached, self.restored, self.now, self.epoch = 0, 0, 0, 0.0, 0
+        self.disk: set[tuple[int, ...]] = set()  # prefixes whose keys, values and state the prompt cache has
+        self.loading: list[Save | Restore] = []
+        self.scheduler.handle(ProcessReady(("loader", 0), "", True), 0.0)
 
     def take(self, actions: list[object]) -> None:
         for action in actions:
@@ -69,6 +78,8 @@ class Machine:
                     assert action.message.text == expected_text(prompt, max_tokens)
                 self.finished += 1
                 self.cached += action.message.cached_tokens
+            elif isinstance(action, UsePromptCache) and not isinstance(action.message, Hasten):
+                self.loading.append(action.message)
 
     def step(self, source: int, target: int, slot: int, position: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Compute the tokens of one sequence and return all tokens that its state has seen."""
@@ -99,7 +110,9 @@ class Machine:
         """One random event of a run."""
         self.now += 0.01
         choice = self.random.random()
-        if choice < 0.12 and len(self.requests) < 6:
+        if self.loading and self.random.random() < 0.3:
+            self.load(self.loading.pop(0))
+        elif choice < 0.12 and len(self.requests) < 6:
             self.ask()
         elif choice < 0.15 and self.requests:
             name = self.random.choice([*self.requests])
@@ -109,6 +122,26 @@ class Machine:
             self.take(self.scheduler.handle(TokensSampled(tuple(self.rows[:rows])), self.now))
         elif self.waiting:
             self.run(self.waiting.pop(0).message)
+
+    def load(self, message: Save | Restore) -> None:
+        """The loader answers: what it saves is what lies in the slots now, however late that is."""
+        tokens = struct.unpack(f"<{len(message.tokens) // 4}I", message.tokens)
+        if isinstance(message, Save):
+            for slot, count in zip(message.state_slots, message.state_tokens, strict=True):
+                assert self.kv[message.sequence][:count] == list(tokens[:count])
+                assert self.states[slot] == tokens[:count], "a state changed while it was being saved"
+                self.disk.add(tokens[:count])
+            self.take(self.scheduler.handle(PrefixSaved(message.number), self.now))
+            return
+        stored = [prefix for prefix in self.disk if prefix == tokens[: len(prefix)]]
+        best = max(stored, key=len, default=())
+        if len(best) < message.min_tokens:
+            best = ()
+        if best:
+            assert message.state_to is not None
+            self.states[message.state_to], self.restored = best, self.restored + len(best)
+            self.kv[message.sequence][: len(best)] = best
+        self.take(self.scheduler.handle(PrefixRestored(message.number, len(best)), self.now))
 
     def ask(self) -> None:
         """A request that often begins as an earlier one, or goes on from an earlier answer."""
@@ -138,12 +171,15 @@ class Machine:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_sequence_goes_on_from_a_state_of_another_text(seed: int) -> None:
+def test_no_sequence_goes_on_from_a_state_of_another_text(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (prompt_cache, requests):
+        monkeypatch.setattr(module, "MIN_TOKENS", 3)
     machine = Machine(seed)
     for _ in range(4000):
         machine.event()
     assert machine.finished > 100
     assert machine.cached > 100, "nothing was shared: the test tests nothing"
+    assert machine.restored > 10, "nothing was restored"
 
 
 def test_a_snapshot_that_is_read_stays_and_the_least_recently_used_goes() -> None:
