@@ -25,20 +25,23 @@ def one_line(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text[:MAX_LINE_CHARACTERS])
 
 
-def parse_json(data: bytes, where: str) -> Record:
+def parse_json(data: bytes, where: str, *, has_infinities: bool = False) -> Record:
     """Return the JSON object in `data`.
 
     Raises UserError, beginning with `where`, for anything else, duplicate fields, NaN, infinities, or more than
     MAX_JSON_VALUES values.
+
+    has_infinities: NaN and infinities become what newer configurations write for them, {"__float__": name}
     """
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
         raise UserError(f"{where}: has more than the {MAX_JSON_VALUES} values such a file may have")
-    return Record(json_object(data, where), where)
+    constant = (lambda name: {"__float__": name}) if has_infinities else None
+    return Record(json_object(data, where, constant), where)
 
 
-def read_json(path: Path) -> Record:
+def read_json(path: Path, *, has_infinities: bool = False) -> Record:
     """Return the JSON object in a file of at most MAX_JSON_BYTES. Raises UserError as `read_file` and `parse_json`."""
-    return parse_json(read_file(path, MAX_JSON_BYTES), str(path))
+    return parse_json(read_file(path, MAX_JSON_BYTES), str(path), has_infinities=has_infinities)
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -43,11 +43,12 @@ class Mismatch(Exception):
         self.path = ""
 
 
-def json_object(data: bytes, where: str) -> dict[str, Any]:
-    """Parse the JSON object in `data`. Repeated fields, NaN and infinities are refused. Raises UserError that begins
-    with `where`."""
+def json_object(data: bytes, where: str, parse_constant: Callable[[str], Any] | None = None) -> dict[str, Any]:
+    """Parse the JSON object in `data`. Repeated fields are refused; NaN and infinities too, unless `parse_constant`
+    returns values for them. Raises UserError that begins with `where`."""
+    constant = parse_constant or _refuse_constant
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_repeated, parse_constant=_refuse_constant)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_repeated, parse_constant=constant)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(value, dict):

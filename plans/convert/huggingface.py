@@ -50,7 +50,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     """
     refuse_other_directories(path)
     refuse_missing_config(path)
-    document = read_json(path / "config.json")
+    document = read_json(path / "config.json", has_infinities=True)
     name = _architecture(document)
     architecture = ARCHITECTURES[name]
     config = _language_part(document, architecture)

@@ -156,23 +156,12 @@ def _model(config: Record, has: Has, choices: Choices, **mixture: Any) -> ModelS
     )
 
 
-def _beside_vision(names: TensorNames) -> TensorNames:
-    """Return the names of a language model that lies beside a vision tower."""
-    prefix = "model.language_model."
-    return replace(
-        names,
-        **{
-            field: getattr(names, field).replace("model.", prefix, 1) for field in ("embedding", "output_norm", "layer")
-        },
-    )
-
-
 def _architecture(config_class: str, defaults: dict[str, Any], read: Any, names: TensorNames, part: str | None) -> Any:
     return Architecture(
         config_class=config_class,
         defaults=defaults,
         read=read,
-        names=names if part is None else _beside_vision(names),
+        names=names,
         harmless=LEFT_OUT,
         norm_offset=1.0,
         partial_rotary=True,

@@ -81,9 +81,10 @@ class PromptCache:
 
     @classmethod
     def of(cls, job: Job, memory: RunMemory) -> PromptCache | None:
-        """Return the prompt cache of a run; None if the plan has none, or the folder cannot be used."""
+        """Return the prompt cache of a run; None if the plan has none, no context has a whole chunk, or the folder
+        cannot be used."""
         cache, budget_bytes = cache_folder(), job.plan.flash.prompt_cache_bytes
-        if cache is None or not budget_bytes:
+        if cache is None or not budget_bytes or job.plan.compute.context_tokens < CHUNK_TOKENS:
             return None
         folder = PrefixFolder(cache / FOLDER, budget_bytes)
         if not folder.prepare():

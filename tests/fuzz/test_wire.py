@@ -88,7 +88,7 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
         )
     elif cls.__name__ == "Throttle":
         fields["share"], fields["for_s"] = draw(st.floats(0, 0.95)), draw(st.floats(1, 600))
-    for packed in ("clusters", "slots"):
+    for packed in ("clusters", "slots", "tokens"):
         if isinstance(fields.get(packed), bytes):
             fields[packed] = fields[packed] * 4
     if cls.__name__ in ("Generate", "Score", "Tokenize"):

@@ -113,6 +113,12 @@ def test_nothing_is_written_without_a_prompt_cache_or_if_a_request_does_not_shar
     assert not files(caches)
 
 
+def test_a_context_without_a_whole_chunk_has_no_prompt_cache(shell: Shell, caches: Path) -> None:
+    with shell.up(DEMO, "--context", "63") as run:
+        assert ask(run, PROMPT[:30])["tokens"] == MOST
+    assert not caches.exists()
+
+
 def test_the_budget_is_kept_and_the_plan_states_it(shell: Shell, caches: Path, expected: dict[str, list[int]]) -> None:
     options = ("--prompt-cache", "1MiB")
     assert "prompt cache on disk: 1.0 MiB" in shell.call("plan", DEMO, *options).out

@@ -39,6 +39,7 @@ from neuronpipe.services.coordinator.scheduling.events import (
     TokensSampled,
     TokensScored,
 )
+from neuronpipe.services.coordinator.scheduling.kv_reservation import Reservation
 from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
 from neuronpipe.services.coordinator.scheduling.steps import BESIDE_DECODE_TOKENS
 from neuronpipe.services.coordinator.text.constrained_answers import Constraints, Failure
@@ -75,6 +76,7 @@ def make_scheduler(
     accelerator: str = "",
     constraints: Constraints = NO_GRAMMARS,
     quarantine: Quarantine | None = None,
+    reservation: Reservation | None = None,
     **changes: Any,
 ) -> Scheduler:
     """accelerator: the numerics of one; none by default."""
@@ -91,6 +93,7 @@ def make_scheduler(
         processes,
         tokenizer,
         constraints,
+        reservation,
         quarantine=quarantine,
     )
     for process in processes:

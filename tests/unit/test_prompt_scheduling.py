@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from neuronpipe.protocol.messages.client import Finished, Refused
@@ -15,9 +16,11 @@ from neuronpipe.services.coordinator.scheduling.events import (
     Action,
     Ending,
     EpochChanged,
+    MemoryReserved,
     PrefixRestored,
     PrefixSaved,
     ProcessReady,
+    ReserveMemory,
     SampleTokens,
     SendStep,
     StepLeft,
@@ -26,6 +29,7 @@ from neuronpipe.services.coordinator.scheduling.events import (
     TokensSampled,
     UsePromptCache,
 )
+from neuronpipe.services.coordinator.scheduling.kv_reservation import Reservation
 from neuronpipe.services.coordinator.scheduling.prompt_cache import LOADER, MIN_TOKENS
 from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
 
@@ -39,6 +43,7 @@ from tests.unit.test_coordinator_core import (
     sent,
     told,
 )
+from tests.unit.test_lending import lendable_of, made
 
 CHUNK = 64
 LONG = "abcdefgh" * 20  # 160 tokens
@@ -53,9 +58,10 @@ def unpacked(tokens: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(tokens) // 4}I", tokens)
 
 
-def cached_scheduler(**limits: int) -> Scheduler:
+def cached_scheduler(reservation: Reservation | None = None, **limits: int) -> Scheduler:
     """A scheduler whose loader has a prompt cache."""
-    scheduler = make_scheduler(**{"context_tokens": 1000, "prefill_chunk_tokens": 512, **limits})
+    changes: dict[str, Any] = {"context_tokens": 1000, "prefill_chunk_tokens": 512, **limits}
+    scheduler = make_scheduler(reservation=reservation, **changes)
     scheduler.handle(ProcessReady(LOADER, "", True), 0.0)
     return scheduler
 
@@ -222,6 +228,22 @@ def test_the_end_of_the_run_saves_what_was_computed() -> None:
     actions = scheduler.handle(Ending(), 0.2)
     assert [message.code for message in told(actions) if isinstance(message, Refused)] == ["draining"]
     assert [len(unpacked(message.tokens)) for message in to_loader(actions) if isinstance(message, Save)] == [160]
+
+
+def test_a_slot_is_restored_when_its_memory_is_reserved() -> None:
+    reservation = Reservation(lendable_of(made()), [0] * 4)
+    scheduler = cached_scheduler(reservation, sequences=4, context_tokens=256)
+    actions = ask(scheduler, "1")
+    assert not to_loader(actions)
+    (reserve,) = [action for action in actions if isinstance(action, ReserveMemory)]
+    assert max(reserve.kv_tokens) >= len(LONG)
+    assert not sent(scheduler.handle(Tick(), 0.1))
+    (restore,) = to_loader(scheduler.handle(MemoryReserved(reserve.number), 0.2))
+    actions = scheduler.handle(PrefixRestored(restore.number, 128), 0.3)
+    (reserve,) = [action for action in actions if isinstance(action, ReserveMemory)]  # for the rest of the prompt
+    (prefill,) = sent(scheduler.handle(MemoryReserved(reserve.number), 0.4))
+    assert isinstance(prefill, Prefill)
+    assert prefill.position == 128
 
 
 # ---- a model of the memory -----------------------------------------------------------------------------------
