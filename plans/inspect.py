@@ -20,6 +20,7 @@ from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
 from neuronpipe.plans.package.source_experts import SHARED
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_tensors, fixed_vectors
 from neuronpipe.plans.plan.document import Plan
+from neuronpipe.plans.plan.segment_sizes import STATE_ELEMENT_BYTES
 from neuronpipe.plans.quantization_choice import why
 from neuronpipe.protocol.errors import escaped
 
@@ -69,6 +70,7 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
         "precision": manifest.precision,
         "parameters": parameters(manifest),
         "model": asdict(model) | {"layers": model.layers},
+        "state_bytes": STATE_ELEMENT_BYTES * model.all_state_elements,
         "end_tokens": list(manifest.end_tokens),
         "chat_template": manifest.chat is not None,
         "bytes": bytes_by_kind(manifest),
@@ -182,6 +184,18 @@ def _heads(model: dict[str, Any]) -> str:
     return f"{heads} on {model['key_heads']} key heads of {model['head_width']}{elsewhere}"
 
 
+def _mixers(description: dict[str, Any]) -> str:
+    """Return how many layers have each mixer, and the size of their state; "" if all have attention."""
+    names = {"deltanet": "DeltaNet", "mamba2": "Mamba-2", "convolution": "convolution", "attention": "attention"}
+    counts: Counter[str] = Counter()
+    for kind in description["model"]["layer_kinds"]:
+        counts[kind["mixer"]] += kind["layers"]
+    if not description["state_bytes"]:
+        return ""
+    layers = ", ".join(f"{counts[mixer]} layers with {name}" for mixer, name in names.items() if counts[mixer])
+    return f"{layers}; state {description['state_bytes'] / MIB:,.1f} MiB a sequence; "
+
+
 def render(description: dict[str, Any]) -> str:
     model, layout, sizes = description["model"], description["layout"], description["bytes"]
     source = description["source"]
@@ -196,7 +210,7 @@ def render(description: dict[str, Any]) -> str:
         f"  source  {source['kind']}: {source['name']} ({source['architecture']})",
         *([f"  stored  {_stored(description)}"] if _stored(description) else []),
         f"  shape   {model['layers']} layers of width {model['width']:,} with {experts}{model['neurons']:,} neurons; "
-        f"{_heads(model)}; "
+        f"{_heads(model)}; {_mixers(description)}"
         f"vocabulary {model['vocabulary']:,}; context {model['context_tokens']:,}{window}",
         f"  chat    {'by its own template' if description['chat_template'] else NO_TEMPLATE}",
         "",

@@ -28,7 +28,7 @@ def explain(plan: Plan) -> str:
         ("interpreters", memory.interpreters_bytes),
         ("grammars and templates", memory.grammars_bytes + memory.templates_bytes),
         ("fixed tensors", memory.fixed_bytes),
-        ("KV cache", memory.kv_bytes),
+        ("KV cache, states" if compute.state_slots else "KV cache", memory.kv_bytes),
         ("exchange", memory.exchange_bytes),
         ("prefill", memory.prefill_stage_bytes),
         ("private scratch", memory.private_bytes),
