@@ -72,7 +72,7 @@ size_t np_state_rows(const np_shape *s)
     return (units > skipped ? units : skipped) + 2;
 }
 
-const float *np_recurrent_outputs(const np_engine *engine, const np_layer *l)
+float *np_recurrent_outputs(const np_engine *engine, const np_layer *l)
 {
     return engine->shared.queries + np_recurrent_rows(&engine->shape, l) - np_gate_width(&engine->shape, l);
 }
@@ -236,7 +236,7 @@ static void gate_outputs(np_engine *engine, const np_layer *l, const np_run *run
     const size_t values_at = 2 * (size_t)s->state_key_heads * s->state_key_width + column;
     for (uint32_t t = 0; t < run->count; t++) {
         float *output = engine->shared.attention + (run->first + t) * (size_t)s->heads_width + values_at;
-        float *gate = (float *)np_recurrent_outputs(engine, l) + (run->first + t) * (size_t)s->heads_width + column;
+        float *gate = np_recurrent_outputs(engine, l) + (run->first + t) * (size_t)s->heads_width + column;
         if (l->mixer == NP_MIXER_DELTANET)
             np_rms_norm(output, l->recurrent_norm, width, s->norm_epsilon, output);
         for (uint32_t c = 0; c < width; c++)
@@ -293,7 +293,7 @@ static void norm_groups(np_engine *engine, uint32_t layer)
     const np_range tokens = np_even_share(engine, engine->count);
     for (uint32_t t = tokens.from; t < tokens.to; t++)
         for (uint32_t group = 0; group < s->state_norm_groups; group++) {
-            float *x = (float *)np_recurrent_outputs(engine, l) + t * (size_t)s->heads_width + group * width;
+            float *x = np_recurrent_outputs(engine, l) + t * (size_t)s->heads_width + group * width;
             np_rms_norm(x, l->recurrent_norm + group * width, width, s->norm_epsilon, x);
         }
 }

@@ -21,6 +21,6 @@ int np_find_runs(np_engine *engine, const np_step *step);
 /* Compute a recurrent layer up to the input of its output matrix, which np_recurrent_outputs returns: [T][heads_width].
  * The layer's normed input is prepared. */
 int np_mix_states(np_engine *engine, uint32_t layer);
-const float *np_recurrent_outputs(const np_engine *engine, const np_layer *l);
+float *np_recurrent_outputs(const np_engine *engine, const np_layer *l);
 
 #endif
