@@ -166,6 +166,7 @@ def _keys_of_blocks(recipe: Recipe) -> dict[str, Any]:
     settings, blocks = recipe.config, blocks_of(recipe)
     keys = {
         "attention.head_count_kv": [recipe.key_heads * (block == "full_attention") for block in blocks],
+        "attention.layer_norm_epsilon": 1e-5,
         "feed_forward_length": [recipe.neurons * (block in ("mlp", "moe")) for block in blocks],
         "rope.dimension_count": recipe.width // recipe.query_heads,  # without meaning
         "ssm.conv_kernel": settings["conv_kernel"],

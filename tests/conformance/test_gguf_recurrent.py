@@ -92,6 +92,17 @@ def test_layers_that_predict_further_tokens_are_left_out(
     assert same_weights(convert(source, tmp_path / "p", quantization="q8"), converted("nemotron-h", "q8"))
 
 
+def test_a_nemotron_may_state_its_epsilon_by_either_key(tmp_path: Path) -> None:
+    epsilon = "attention.layer_norm_epsilon"
+    for number, without in enumerate((f"{epsilon}", "attention.layer_norm_rms_epsilon")):
+        stated = {epsilon: 1e-3, "attention.layer_norm_rms_epsilon": 1e-5}
+        source = write_recurrent_gguf(
+            tmp_path / f"{number}.gguf", RECIPES["nemotron-h"], instead=stated, without=(without,)
+        )
+        with open_gguf(source, Options()) as checkpoint:
+            assert checkpoint.model.norm_epsilon == pytest.approx((1e-5, 1e-3)[number])
+
+
 def test_a_list_of_recurrent_layers_precedes_the_interval(tmp_path: Path) -> None:
     recipe = RECIPES["qwen3.5"]
     listed = {"attention.recurrent_layers": [True, False, True, False], "full_attention_interval": 4}

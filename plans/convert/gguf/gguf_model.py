@@ -242,6 +242,8 @@ def _model(
         if integer(key, 1, MAX.head_width, head_width) != head_width:
             metadata.fail(f"{name}.{key}", f"differs from the width of a head, {head_width}: not supported")
     epsilon = "layer_norm_epsilon" if architecture.norm == "layer" else "layer_norm_rms_epsilon"
+    if architecture.one_part and not metadata.has(f"{name}.attention.{epsilon}"):
+        epsilon = "layer_norm_epsilon"
     max_tokens = integer("context_length", 1, MAX.context_tokens)
     if context_tokens is not None and not 1 <= context_tokens <= max_tokens:
         metadata.fail(f"{name}.context_length", f"is {max_tokens}, so {context_tokens} tokens are impossible")
