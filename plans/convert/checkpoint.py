@@ -229,7 +229,7 @@ class _Tensors:
             self.vectors[f"{prefix}.scale"] = (self._row(layer, "scale", 1),)
         if self._model.routed_experts(number) or (self._model.experts == 1 and self._model.ffn_layers[number]):
             self._take_ffn(prefix, ffn_layer)
-        if self._model.experts_differ:
+        if self._model.experts > 1 and self._model.experts_differ:
             self._take_always_active(number, prefix, ffn_layer)
 
     def _take_attention(self, number: int, prefix: str, layer: str) -> None:

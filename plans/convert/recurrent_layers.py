@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -37,8 +38,11 @@ def take_recurrent_layer(
     if model.rates(number):
         matrices["recurrent_rates"] = _rows(inventory, layer, tensors.rates, model.width)
     output = f"{layer}{tensors.output}.weight"
-    matrices["recurrent_output"] = (inventory.take(output, model.width, model.gate_width(number)),)
-    channels, order = model.channels(number), np.asarray(tensors.channels, dtype=np.int64)
+    stored = inventory.take(output, model.width, model.gate_width(number))
+    if tensors.output_columns is not None:
+        stored = stored.columns_reordered(_order(tensors.output_columns))
+    matrices["recurrent_output"] = (stored,)
+    channels, order = model.channels(number), _order(tensors.channels)
     weights = _convolution(inventory, f"{layer}{tensors.convolution}.weight", channels, model.convolution_tokens)
     vectors: Tensors = {"convolution": (weights.reordered(order).turned(),)}
     if model.convolution_bias:
@@ -52,18 +56,30 @@ def take_recurrent_layer(
 def _vectors_of_memories(
     inventory: Inventory, model: ModelSpec, number: int, layer: str, tensors: RecurrentTensors
 ) -> Tensors:
-    heads, is_mamba = model.state_heads, model.mixers[number] == "mamba2"
-    decay = inventory.take(f"{layer}{tensors.decay}", heads)
+    is_mamba = model.mixers[number] == "mamba2"
+
+    def of_heads(name: str) -> StoredMatrix:
+        stored = _vector(inventory, f"{layer}{name}", model.state_heads)
+        return stored if tensors.heads is None else stored.as_column().reordered(_order(tensors.heads))
+
+    decay = of_heads(tensors.decay)
+    if tensors.decay_is_logarithm:
+        decay = Decays(decay.name, decay.file, decay.offset, decay.rows, decay.columns, decay.encoding, decay.order)
+    normed = model.state_values_width if is_mamba else model.state_value_width
     vectors: Tensors = {
-        "decay": (Decays(decay.name, decay.file, decay.offset, decay.rows, decay.columns, decay.encoding),),
-        "time_bias": (inventory.take(f"{layer}{tensors.time_bias}", heads),),
-        "recurrent_norm": (
-            inventory.take(f"{layer}{tensors.norm}", model.state_values_width if is_mamba else model.state_value_width),
-        ),
+        "decay": (decay,),
+        "time_bias": (of_heads(tensors.time_bias),),
+        "recurrent_norm": (_vector(inventory, f"{layer}{tensors.norm}", normed),),
     }
     if is_mamba:
-        vectors["skip"] = (inventory.take(f"{layer}{tensors.skip}", heads),)
+        vectors["skip"] = (of_heads(tensors.skip),)
     return vectors
+
+
+def _vector(inventory: Inventory, name: str, length: int) -> StoredMatrix:
+    """Return a vector that may be stored as a matrix."""
+    shape = inventory.shape(name)
+    return inventory.take(name, *(shape if len(shape) == 2 and math.prod(shape) == length else (length,)))
 
 
 def _rows(inventory: Inventory, layer: str, parts: Iterable[SourceRows], width: int) -> tuple[StoredMatrix, ...]:

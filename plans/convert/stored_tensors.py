@@ -8,7 +8,14 @@ from dataclasses import field, replace
 from pathlib import Path
 
 import numpy as np
-from neuronpipe.plans.convert.encodings import BYTES, ENCODINGS, PLAIN_BYTES, decode_stored, row_bytes
+from neuronpipe.plans.convert.encodings import (
+    BLOCK_WEIGHTS_BYTES,
+    BYTES,
+    ENCODINGS,
+    PLAIN_BYTES,
+    decode_stored,
+    row_bytes,
+)
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
@@ -132,6 +139,18 @@ class StoredMatrix:
         """Return the matrix whose rows are the columns of this one."""
         return TurnedMatrix(self.name, self.file, self.offset, self.columns, self.rows, "F32", whole=self)
 
+    def columns_reordered(self, order: RowNumbers) -> ReorderedColumns:
+        """Return the matrix whose column c is the column order[c] of this one."""
+        weights = 1 if self.encoding in PLAIN_BYTES else BLOCK_WEIGHTS_BYTES[self.encoding][0]
+        blocks = order.reshape(-1, weights) if len(order) % weights == 0 else order[:, None]
+        has_whole_blocks = blocks.shape[1] == weights and bool(
+            (blocks[:, 0] % weights == 0).all() and (np.diff(blocks) == 1).all()
+        )
+        return ReorderedColumns(
+            self.name, self.file, self.offset, self.rows, self.columns, self.encoding if has_whole_blocks else "F32",
+            whole=self, column_order=order,
+        )  # fmt: skip
+
     def column_part(self, first: int, count: int) -> ColumnPart:
         """Return a matrix of `count` columns, from column `first` on. Columns that do not exist are zeros."""
         return ColumnPart(
@@ -175,6 +194,23 @@ class TurnedMatrix(StoredMatrix):
     def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
         columns = self.whole.values(np.arange(self.whole.rows, dtype=np.int64)).T[rows]
         return np.ascontiguousarray(columns).view(np.uint8)
+
+
+@frozen
+class ReorderedColumns(StoredMatrix):
+    """A matrix whose columns are those of another one in another order. Rows have the encoding of that one if its
+    blocks stay whole, otherwise they are decoded."""
+
+    whole: StoredMatrix = field(kw_only=True)
+    column_order: RowNumbers = field(kw_only=True)
+
+    def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
+        if self.encoding != self.whole.encoding:
+            return np.ascontiguousarray(self.whole.values(rows)[:, self.column_order]).view(np.uint8)
+        plain = PLAIN_BYTES.get(self.encoding)
+        weights, size_bytes = (1, plain) if plain else BLOCK_WEIGHTS_BYTES[self.encoding]
+        blocks = self.whole.stored(rows).reshape(len(rows), -1, size_bytes)
+        return blocks[:, self.column_order[::weights] // weights].reshape(len(rows), -1)
 
 
 OpenFile = Callable[[Path], SourceFile]

@@ -4,8 +4,8 @@ Such engines do the same work for any weights, so that the counterpart is as fas
 llama.cpp's presets (src/llama-quant.cpp, 2026-11): one for most matrices, Q6_K for the output, F32 for norms and
 routers; in Q4_K_M also Q6_K for values and Down of some layers, and Q5_0 and Q8_0 for rows of Down that are no whole
 blocks; in MXFP4 experts are in it and the rest in Q8_0. The architecture is `llama` (SiLU, dense or a mixture),
-`qwen3`, `qwen3moe`, `smallthinker`, `gpt-oss` or `gemma4`. Routers are random; hot experts have longer rows. Biases and
-sinks are zeros.
+`qwen3`, `qwen3moe`, `smallthinker`, `gpt-oss`, `gemma4` or one with recurrent layers. Routers are random; hot experts
+have longer rows. Biases and sinks are zeros.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, LlamaFileType
 from gguf.constants import GGUF_DEFAULT_ALIGNMENT
 from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, PLAIN_BYTES
+from neuronpipe.plans.lab import recurrent_counterpart as recurrent
+from neuronpipe.plans.lab.recurrent_counterpart import ONE_PART, recurrent_architecture
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
 from neuronpipe.plans.lab.synth.shapes import LOCAL_ROPE_BASE, rope_base, rotated_pairs, rotated_width
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
@@ -89,8 +91,8 @@ class _Tensor(NamedTuple):
     encoding: str
     experts: int = 0  # number of stacked matrices; 0: a plain matrix
     lengths: tuple[float, ...] = ()  # of its rows; empty: all about 1
-    is_zero: bool = False
-    values: tuple[float, ...] = ()  # of a vector; empty: 1 everywhere
+    constant: float | None = None  # of all elements; None: random, vectors are 1
+    values: tuple[float, ...] = ()  # of a vector; empty: as `constant` says
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,6 +155,8 @@ def _write_weights(place: Path, tensors: tuple[_Tensor, ...], seed: int, progres
 
 def architecture(model: ModelSpec) -> str:
     """Return llama.cpp's name for the architecture of a shape."""
+    if (of_recurrent := recurrent_architecture(model)) is not None:
+        return of_recurrent
     if model.branch_norms:
         return "gemma4"
     if model.router_reads == "layer":
@@ -180,6 +184,7 @@ def _require(path: Path, model: ModelSpec, preset: Preset) -> None:
         raise UserError(f"{path}: vocabulary is {model.vocabulary}; the tokenizer of GGUF needs {MIN_VOCABULARY}")
     for field, columns, encoding in (
         ("width", model.width, preset.output),
+        ("state_heads * state_value_width", model.state_values_width, preset.usual),
         ("neurons", model.neurons, _in_whole_blocks(preset.experts or preset.usual, model.neurons)),
         ("query_heads * head_width", model.query_width, preset.usual),
     ):
@@ -215,47 +220,27 @@ def _has_more_bits(layer: int, layers: int) -> bool:
 
 
 def _tensors(model: ModelSpec, preset: Preset) -> Iterator[_Tensor]:
-    width = model.width
-    experts, suffix = (model.experts, "_exps") if model.experts > 1 else (0, "")
-    usual = preset.usual
+    width, name, usual, block = model.width, architecture(model), preset.usual, 0
     yield _Tensor("token_embd.weight", model.vocabulary, width, usual)
-    for layer, heads in enumerate(model.layer_heads):
-        block, larger = f"blk.{layer}", preset.larger if _has_more_bits(layer, model.layers) else usual
-        down = _in_whole_blocks(larger, model.neurons) if preset.experts is None else preset.experts
-        rows = preset.experts or usual
-        yield _Tensor(f"{block}.attn_norm.weight", 0, width, "F32")
-        yield _Tensor(f"{block}.attn_q.weight", heads.query_width, width, usual)
-        yield _Tensor(f"{block}.attn_k.weight", heads.key_width, width, usual)
-        if not heads.value_from_key:
-            yield _Tensor(f"{block}.attn_v.weight", heads.key_width, width, larger)
-        if model.head_norm or model.joint_norm:
-            for part, length in zip(("q", "k"), norm_widths(model, heads), strict=True):
-                yield _Tensor(f"{block}.attn_{part}_norm.weight", 0, length, "F32")
-        yield _Tensor(f"{block}.attn_output.weight", width, heads.query_width, usual)
-        norm = "post_attention_norm" if architecture(model) in ("gpt-oss", "glm4moe") else "ffn_norm"
-        yield _Tensor(f"{block}.{norm}.weight", 0, width, "F32")
-        for name, length in _ones_of_gemma4(model).items():
-            yield _Tensor(f"{block}.{name}", 0, length, "F32")
-        for name, shape in _zeros(model, layer):
-            yield _Tensor(f"{block}.{name}", shape[0], shape[1], "F32", is_zero=True)
-        always_active = model.expert_counts[layer] - model.routed_experts(layer)
-        if model.experts > 1 and always_active:
-            is_beside = model.routed_experts(layer) > 0 and not model.branch_norms
-            kind, neurons = "_shexp" if is_beside else "", always_active * model.neurons
-            yield _Tensor(f"{block}.ffn_gate{kind}.weight", neurons, width, usual)
-            yield _Tensor(f"{block}.ffn_up{kind}.weight", neurons, width, usual)
-            yield _Tensor(f"{block}.ffn_down{kind}.weight", width, neurons, _in_whole_blocks(larger, neurons))
-        if model.experts > 1 and not model.routed_experts(layer):
-            continue
-        if experts:
-            yield _Tensor(f"{block}.ffn_gate_inp.weight", experts, width, "F32", lengths=_router_lengths(model, layer))
-        if model.branch_norms:
-            yield _Tensor(f"{block}.ffn_gate_up_exps.weight", 2 * model.neurons, width, rows, experts)
-        else:
-            yield _Tensor(f"{block}.ffn_gate{suffix}.weight", model.neurons, width, rows, experts)
-            yield _Tensor(f"{block}.ffn_up{suffix}.weight", model.neurons, width, rows, experts)
-        yield _Tensor(f"{block}.ffn_down{suffix}.weight", width, model.neurons, down, experts)
-    yield _Tensor("output_norm.weight", 0, width, "F32")
+    norm = "post_attention_norm" if name in ("gpt-oss", "glm4moe", "qwen35", "qwen35moe") else "ffn_norm"
+    for layer in range(model.layers):
+        place, larger = f"blk.{block}", preset.larger if _has_more_bits(layer, model.layers) else usual
+        if model.mixers[layer] != "none":
+            yield _Tensor(f"{place}.attn_norm.weight", 0, width, "F32")
+            yield from _mixer(model, layer, place, preset, larger)
+        if name in ONE_PART and model.mixers[layer] != "none" and model.ffn_layers[layer]:
+            block += 1
+            place = f"blk.{block}"
+        if model.ffn_layers[layer]:
+            yield _Tensor(f"{place}.{'attn_norm' if name in ONE_PART else norm}.weight", 0, width, "F32")
+            for part, length in _ones_of_gemma4(model).items():
+                yield _Tensor(f"{place}.{part}", 0, length, "F32")
+            for part, shape in _zeros(model, layer):
+                yield _Tensor(f"{place}.{part}", shape[0], shape[1], "F32", constant=0.0)
+            yield from _feed_forward(model, layer, place, preset, larger)
+        block += 1
+    output_norm = "token_embd_norm" if name in ("lfm2", "lfm2moe") else "output_norm"
+    yield _Tensor(f"{output_norm}.weight", 0, width, "F32")
     if model.branch_norms:
         pairs, rotated = model.table_width(is_local=False) // 2, rotated_pairs(model, is_local=False)
         values = (1.0,) * rotated + (NOT_ROTATED,) * (pairs - rotated)
@@ -275,6 +260,47 @@ def _ones_of_gemma4(model: ModelSpec) -> dict[str, int]:
     }
 
 
+def _mixer(model: ModelSpec, layer: int, place: str, preset: Preset, larger: str) -> Iterator[_Tensor]:
+    width, heads, usual = model.width, model.layer_heads[layer], preset.usual
+    if model.mixers[layer] != "attention":
+        for part in recurrent.recurrent_tensors(model, layer):
+            encoding = "F32" if part.is_plain else usual
+            yield _Tensor(f"{place}.{part.name}", part.rows, part.columns, encoding, constant=part.constant)
+        return
+    yield _Tensor(f"{place}.attn_q.weight", heads.query_width * (1 + model.gated_attention), width, usual)
+    yield _Tensor(f"{place}.attn_k.weight", heads.key_width, width, usual)
+    if not heads.value_from_key:
+        yield _Tensor(f"{place}.attn_v.weight", heads.key_width, width, larger)
+    if model.head_norm or model.joint_norm:
+        for letter, length in zip(("q", "k"), norm_widths(model, heads), strict=True):
+            yield _Tensor(f"{place}.attn_{letter}_norm.weight", 0, length, "F32")
+    yield _Tensor(f"{place}.attn_output.weight", width, heads.query_width, usual)
+
+
+def _feed_forward(model: ModelSpec, layer: int, place: str, preset: Preset, larger: str) -> Iterator[_Tensor]:
+    width, usual = model.width, preset.usual
+    experts, suffix = (model.experts, "_exps") if model.experts > 1 else (0, "")
+    down = _in_whole_blocks(larger, model.neurons) if preset.experts is None else preset.experts
+    rows = preset.experts or usual
+    always_active = model.expert_counts[layer] - model.routed_experts(layer)
+    if model.experts > 1 and always_active:
+        is_beside = model.routed_experts(layer) > 0 and not model.branch_norms
+        kind, neurons = "_shexp" if is_beside else "", always_active * model.neurons
+        for matrix in model.ffn_matrices[:-1]:
+            yield _Tensor(f"{place}.ffn_{matrix}{kind}.weight", neurons, width, usual)
+        yield _Tensor(f"{place}.ffn_down{kind}.weight", width, neurons, _in_whole_blocks(larger, neurons))
+    if model.experts > 1 and not model.routed_experts(layer):
+        return
+    if experts:
+        yield _Tensor(f"{place}.ffn_gate_inp.weight", experts, width, "F32", lengths=_router_lengths(model, layer))
+    if model.branch_norms:
+        yield _Tensor(f"{place}.ffn_gate_up_exps.weight", 2 * model.neurons, width, rows, experts)
+    else:
+        for matrix in model.ffn_matrices[:-1]:
+            yield _Tensor(f"{place}.ffn_{matrix}{suffix}.weight", model.neurons, width, rows, experts)
+    yield _Tensor(f"{place}.ffn_down{suffix}.weight", width, model.neurons, down, experts)
+
+
 def _zeros(model: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield name and shape of a layer's biases and sinks; 0 rows: a vector."""
     key_width = model.key_heads * model.head_width
@@ -283,6 +309,8 @@ def _zeros(model: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]
             yield f"attn_{part}.bias", (0, length)
     if model.choosing_bias and model.routed_experts(layer):
         yield "exp_probs_b.bias", (0, model.experts)
+    if model.shared_gate and model.routed_experts(layer):
+        yield "ffn_gate_inp_shexp.weight", (0, model.width)
     if not model.attention_sinks:
         return
     yield "attn_output.bias", (0, model.width)
@@ -321,12 +349,10 @@ def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray
     generator, length = np.random.Generator(np.random.SFC64(place)), np.sqrt(tensor.columns)
     if tensor.encoding == "F32":
         count = size_bytes // PLAIN_BYTES["F32"]
-        if tensor.is_zero:
-            return np.zeros(count, dtype=np.float32)
         if tensor.values:
             return np.array(tensor.values, dtype=np.float32)
-        if not tensor.rows:
-            return np.ones(count, dtype=np.float32)
+        if tensor.constant is not None or not tensor.rows:
+            return np.full(count, 1 if tensor.constant is None else tensor.constant, dtype=np.float32)
         values = generator.standard_normal(count, dtype=np.float32) / np.float32(length)
         if tensor.lengths:
             first = place[-1] // PLAIN_BYTES["F32"]
@@ -373,17 +399,22 @@ def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
     writer.add_vocab_size(model.vocabulary)
     writer.add_context_length(model.context_tokens)
     writer.add_embedding_length(model.width)
-    writer.add_block_count(model.layers)
     parts = max(kind.dense_experts for kind in model.layer_kinds) or 1  # of a layer without router
     parts = model.shared_experts if model.branch_norms else parts
-    writer.add_feed_forward_length(parts * model.neurons)
-    writer.add_head_count(model.query_heads)
+    numbers: dict[str, Any] = {
+        "block_count": model.layers,
+        "feed_forward_length": parts * model.neurons,
+        "attention.head_count": model.query_heads,
+    }
     if architecture(model) == "gemma4":
         _describe_gemma4(writer, model)
     else:
-        writer.add_head_count_kv(model.key_heads)
+        numbers["attention.head_count_kv"] = model.key_heads
         writer.add_key_length(model.head_width)
         writer.add_value_length(model.head_width)
+    for key, value in (numbers | recurrent.recurrent_keys(model)).items():
+        methods: dict[type, Any] = {list: writer.add_array, float: writer.add_float32, int: writer.add_uint32}
+        methods[type(value)](f"{architecture(model)}.{key}", value)
     writer.add_rope_dimension_count(rotated_width(model))
     writer.add_rope_freq_base(rope_base(model))
     writer.add_layer_norm_rms_eps(model.norm_epsilon)
@@ -394,11 +425,13 @@ def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
             writer.add_expert_feed_forward_length(model.neurons)
             if architecture(model) not in ("gpt-oss", "gemma4"):
                 writer.add_expert_gating_func(GATING[model.router])
-        if architecture(model) == "glm4moe":
+        if architecture(model) in ("glm4moe", "nemotron_h_moe"):
             writer.add_leading_dense_block_count(sum(model.dense_layers))
             writer.add_expert_shared_count(model.shared_experts)
             writer.add_expert_weights_scale(model.routed_scale)
             writer.add_expert_weights_norm(model.normalized_shares)
+        if architecture(model) == "lfm2moe":
+            writer.add_leading_dense_block_count(sum(model.dense_layers))
     if any(model.windows_tokens):
         writer.add_sliding_window(max(model.windows_tokens))
     # Every number is a shorter number and a digit, so that merges produce all of them.

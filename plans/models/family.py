@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from typing import Any, Literal, NamedTuple
 
+from neuronpipe.plans.models.recurrent_sizes import Mixer
 from neuronpipe.plans.models.recurrent_tensors import RecurrentTensors
 from neuronpipe.plans.models.spec import (
     SELECTABLE_ACTIVATIONS,
@@ -219,6 +220,11 @@ class GgufArchitecture:
         None: all layers have the same table
     layers_scaled_by_width: number of layers of the one size whose scores are divided by the root of width / query_heads
     gemma4_layers: layers are those of Gemma 4 (gguf_gemma4.py)
+    recurrent: the mixer of layers without attention; None: there are none
+    tiled_heads: the first values of all key heads of DeltaNet precede the second ones
+    one_part: a layer of the file is a mixer or a feed-forward
+    rotated: heads are rotated; None: if `rope.scaling.finetuned` is not false
+    gated_attention: the field of ModelSpec
     """
 
     interleaved: bool
@@ -251,6 +257,11 @@ class GgufArchitecture:
     local_theta: float | None = None
     layers_scaled_by_width: int = 0
     gemma4_layers: bool = False
+    recurrent: Mixer | None = None
+    tiled_heads: bool = False
+    one_part: bool = False
+    rotated: bool | None = True
+    gated_attention: bool = False
 
 
 @frozen(kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from neuronpipe.plans.models.configuration import FULL, GATED_NAMES, gated_activation, gated_model, layer_mixers
-from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.granite import with_factors
 from neuronpipe.plans.models.mixture_configuration import Mixture
 from neuronpipe.plans.models.recurrent_sizes import Mixer
@@ -146,5 +146,8 @@ FAMILY = Family(
         "GraniteMoeHybridForCausalLM": Architecture(
             config_class="GraniteMoeHybridConfig", defaults=DEFAULTS, read=_read, names=_names
         ),
+    },
+    gguf={
+        "granitehybrid": GgufArchitecture(interleaved=True, has_scales=True, recurrent="mamba2", rotated=None),
     },
 )

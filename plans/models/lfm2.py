@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import FULL, gated_model, layer_mixers
-from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.mixture_configuration import Mixture, dense_experts, first_layers
 from neuronpipe.plans.models.recurrent_sizes import Mixer
 from neuronpipe.plans.models.recurrent_tensors import convolution_tensors
@@ -160,4 +160,7 @@ FAMILY = Family(
             config_class="Lfm2MoeConfig", defaults=MOE_DEFAULTS, read=_mixture, names=MOE_NAMES
         ),
     },
+    gguf=dict.fromkeys(
+        ("lfm2", "lfm2moe"), GgufArchitecture(interleaved=False, router="sigmoid", recurrent="convolution")
+    ),
 )

@@ -11,7 +11,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from neuronpipe.plans.models.configuration import FULL, build_spec, sizes
-from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames, named_activation
+from neuronpipe.plans.models.family import (
+    Architecture,
+    Choices,
+    Family,
+    GgufArchitecture,
+    TensorNames,
+    named_activation,
+)
 from neuronpipe.plans.models.mixture_configuration import deepseek_mixture
 from neuronpipe.plans.models.recurrent_sizes import Mixer
 from neuronpipe.plans.models.recurrent_tensors import mamba_tensors
@@ -195,4 +202,17 @@ FAMILY = Family(
             config_class="NemotronHConfig", defaults=DEFAULTS, read=_read, names=_names, harmless=r"mtp\..*"
         ),
     },
+    gguf=dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        GgufArchitecture(
+            interleaved=False,
+            activation="relu2",
+            gated=False,
+            router="sigmoid",
+            ffn_norm="attn_norm",
+            recurrent="mamba2",
+            one_part=True,
+            rotated=False,
+        ),
+    ),
 )

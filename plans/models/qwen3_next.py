@@ -19,7 +19,7 @@ from neuronpipe.plans.models.configuration import (
     layer_mixers,
     refuse_biases,
 )
-from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.mixture_configuration import Mixture, dense_experts, qwen_layers
 from neuronpipe.plans.models.qwen3 import MOE_NAMES
 from neuronpipe.plans.models.recurrent_sizes import Mixer
@@ -170,6 +170,13 @@ def _architecture(config_class: str, defaults: dict[str, Any], read: Any, names:
 
 
 _QWEN35 = ("Qwen3_5TextConfig", QWEN35_DEFAULTS, _qwen35, QWEN35_NAMES)
+_GGUF = GgufArchitecture(
+    interleaved=False,
+    partial_rotary=True,
+    ffn_norm="post_attention_norm",
+    gated_attention=True,
+    recurrent="deltanet",
+)
 _QWEN35_MOE = ("Qwen3_5MoeTextConfig", QWEN35_MOE_DEFAULTS, _qwen35_moe, QWEN35_MOE_NAMES)
 FAMILY = Family(
     name=NAME,
@@ -180,4 +187,5 @@ FAMILY = Family(
         "Qwen3_5MoeForCausalLM": _architecture(*_QWEN35_MOE, None),
         "Qwen3_5MoeForConditionalGeneration": _architecture(*_QWEN35_MOE, "text_config"),
     },
+    gguf={"qwen3next": _GGUF, **dict.fromkeys(("qwen35", "qwen35moe"), replace(_GGUF, tiled_heads=True))},
 )

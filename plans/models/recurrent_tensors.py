@@ -33,6 +33,9 @@ class RecurrentTensors(NamedTuple):
     decay: the tensor that is the logarithm of the negative `decay`; the whole name, as for the tensors below
     time_bias, skip: the vectors of these names
     norm: `recurrent_norm`
+    decay_is_logarithm: if False, the tensor is `decay` itself
+    heads: the stored heads of `decay`, `time_bias` and `skip` in the order of packages; None: as stored
+    output_columns: the stored columns of the output matrix in the order of packages; None: as stored
     """
 
     input: tuple[SourceRows, ...]
@@ -44,6 +47,9 @@ class RecurrentTensors(NamedTuple):
     time_bias: str = ""
     skip: str = ""
     norm: str = ""
+    decay_is_logarithm: bool = True
+    heads: list[int] | None = None
+    output_columns: list[int] | None = None
 
 
 def deltanet_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:

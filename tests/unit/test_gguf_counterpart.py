@@ -16,7 +16,7 @@ from neuronpipe.plans.lab import gguf_counterpart as counterpart_module
 from neuronpipe.plans.lab.gguf_counterpart import MIN_VOCABULARY, write_gguf_counterpart
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
 from neuronpipe.plans.lab.synth.shapes import SHAPES
-from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
 from neuronpipe.plans.package.manifest import EMBEDDINGS
 from neuronpipe.plans.reference.expert_shares import expert_shares
 from neuronpipe.protocol.errors import UserError
@@ -83,6 +83,58 @@ MIXTURES = {
         vocabulary=600,
         norm_epsilon=2.0**-17,
         embedding_scale=math.sqrt(512),
+    ),
+    "qwen35moe": replace(
+        TINY,
+        family="qwen3_next",
+        layer_kinds=runs_of([0] * 4, mixers=["deltanet", "deltanet", "attention", "deltanet"]),
+        experts=8,
+        experts_per_token=3,
+        shared_experts=1,
+        shared_gate=True,
+        head_norm=True,
+        gated_attention=True,
+        state_heads=4,
+        state_key_heads=2,
+        state_key_width=32,
+        state_value_width=32,
+        convolution_tokens=4,
+    ),
+    "lfm2moe": replace(
+        TINY,
+        family="lfm2",
+        layer_kinds=runs_of([0] * 3, dense_experts=[3, 0, 0], mixers=["convolution", "attention", "convolution"]),
+        experts=8,
+        experts_per_token=3,
+        router="sigmoid",
+        choosing_bias=True,
+        head_norm=True,
+        convolution_tokens=3,
+    ),
+    "nemotron_h_moe": replace(
+        TINY,
+        family="nemotron_h",
+        layer_kinds=runs_of(
+            [0] * 3,
+            [True, False, True],
+            mixers=["mamba2", "attention", "mamba2"],
+            feed_forward=[True, True, False],
+        ),
+        activation="relu2",
+        gated=False,
+        experts=8,
+        experts_per_token=3,
+        shared_experts=2,
+        router="sigmoid",
+        choosing_bias=True,
+        routed_scale=2.5,
+        state_heads=8,
+        state_key_heads=2,
+        state_key_width=32,
+        state_value_width=16,
+        state_norm_groups=2,
+        convolution_tokens=4,
+        convolution_bias=True,
     ),
     "smallthinker": SMALLTHINKER,
     "smallthinker without windows": replace(SMALLTHINKER, layer_kinds=(LayerKind(3),)),

@@ -17,6 +17,7 @@ from neuronpipe.plans.convert.gguf.gguf_latents import gguf_latents, latent_scal
 from neuronpipe.plans.convert.gguf.gguf_mixture import GgufMixture, gguf_mixture
 from neuronpipe.plans.convert.gguf.gguf_names import is_parallel, tensor_names
 from neuronpipe.plans.convert.gguf.gguf_parts import OpenPart, open_parts
+from neuronpipe.plans.convert.gguf.gguf_recurrent import GgufLayers, all_blocks, blocks, gguf_layers
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import gguf_ends, package_tokenizer
 from neuronpipe.plans.convert.gguf.implied_fields import local_frequencies, with_implied_fields
 from neuronpipe.plans.convert.gguf.powerinfer import (
@@ -88,15 +89,21 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         for part in parts:
             files.callback(part.file.close)
         inventory = _inventory(path, parts)
+        layers = None
+        if architecture.recurrent is not None:
+            layers = gguf_layers(metadata, name, architecture, inventory)
+            metadata = layers.metadata
         if header.powerinfer and is_opt(metadata):
             model = powerinfer_opt(metadata, inventory, options.context_tokens)
             metadata = metadata.over({"tokenizer.ggml.pre": OPT_SPLIT}, "OPT")
         else:
-            model = _model(metadata, name, family.name, architecture, activation, inventory, options.context_tokens)
+            model = _model(
+                metadata, name, family.name, architecture, activation, inventory, options.context_tokens, layers
+            )
             if architecture.gemma4_layers:
                 model = with_gemma4_layers(metadata, name, inventory, model)
             model = with_implied_fields(metadata, name, architecture, model)
-        names = tensor_names(model, architecture, inventory)
+        names = tensor_names(model, architecture, inventory, layers)
         names = powerinfer_names(names) if header.powerinfer else names
         down_by_neuron = header.powerinfer or _down_by_neuron(metadata, model, inventory)
         matrices, vectors = take_tensors(
@@ -111,7 +118,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         )
         threshold = powerinfer_threshold(metadata) if header.powerinfer else 0.0
         predictors = take_predictors(inventory, model, names, enabled=options.predictor, threshold=threshold)
-        left_out = range(model.layers, model.layers + _extra_layers(metadata, name))
+        left_out = range(blocks(metadata, name), all_blocks(metadata, name))
         unused = "|".join([architecture.harmless, *(rf"blk\.{layer}\..*" for layer in left_out)])
         inventory.refuse_leftovers(re.compile(unused))
         template = gguf_template(metadata, options.chat_template)
@@ -183,6 +190,7 @@ def _model(
     activation: Activation,
     inventory: Inventory,
     context_tokens: int | None,
+    recurrent: GgufLayers | None,
 ) -> ModelSpec:
     def integer(key: str, minimum: int, maximum: int, default: int | None = None) -> int:
         field = f"{name}.{key}"
@@ -191,16 +199,22 @@ def _model(
         )
 
     experts = integer("expert_count", 0, MAX.experts, 0) or 1
-    layers = integer("block_count", 1, MAX.layers) - _extra_layers(metadata, name)
+    layers, block = blocks(metadata, name), f"blk.{0 if recurrent is None else recurrent.attention_block}"
     mixture = gguf_mixture(metadata, name, architecture, inventory, layers, experts) if experts > 1 else None
+    rotated = recurrent is None or recurrent.rotated
     width, query_heads = integer("embedding_length", 1, MAX.width), integer("attention.head_count", 1, MAX.query_heads)
     head_width = integer("attention.key_length", 2, MAX.head_width, width // query_heads)
-    whole = ("attention.value_length", *(() if architecture.partial_rotary else ("rope.dimension_count",)))
+    whole = (
+        "attention.value_length",
+        *(() if architecture.partial_rotary or not rotated else ("rope.dimension_count",)),
+    )
     latents = gguf_latents(metadata, name) if architecture.latents else {}
     for key in () if latents else whole:
         if integer(key, 1, MAX.head_width, head_width) != head_width:
             metadata.fail(f"{name}.{key}", f"differs from the width of a head, {head_width}: not supported")
     epsilon = "layer_norm_epsilon" if architecture.norm == "layer" else "layer_norm_rms_epsilon"
+    if architecture.one_part and not metadata.has(f"{name}.attention.{epsilon}"):
+        epsilon = "layer_norm_epsilon"
     max_tokens = integer("context_length", 1, MAX.context_tokens)
     if context_tokens is not None and not 1 <= context_tokens <= max_tokens:
         metadata.fail(f"{name}.context_length", f"is {max_tokens}, so {context_tokens} tokens are impossible")
@@ -215,21 +229,23 @@ def _model(
             family=family,
             width=width,
             **(_dense_fields(integer, inventory) if mixture is None else mixture.fields),
-            layer_kinds=_layer_kinds(layers, window_tokens, architecture, mixture),
+            layer_kinds=_layer_kinds(layers, window_tokens, architecture, mixture, recurrent),
             query_heads=query_heads,
+            **({} if recurrent is None else recurrent.fields),
             **(latents or {"key_heads": key_heads, "head_width": head_width}),
             vocabulary=inventory.shape("token_embd.weight")[0],
             context_tokens=context_tokens or max_tokens,
             norm=architecture.norm,
             norm_epsilon=metadata.number(f"{name}.attention.{epsilon}", 0.0, 1.0),
-            head_norm=inventory.has("blk.0.attn_q_norm.weight") and not architecture.joint_norm,
+            head_norm=inventory.has(f"{block}.attn_q_norm.weight") and not architecture.joint_norm,
             norm_after_rotation=architecture.norm_after_rotation,
             joint_norm=architecture.joint_norm,
             activation=activation,
             gated=architecture.gated,
-            qkv_bias=architecture.qkv_bias or any(map(inventory.has, ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"))),
-            output_bias=inventory.has("blk.0.attn_output.bias"),
-            attention_sinks=inventory.has("blk.0.attn_sinks.weight"),
+            qkv_bias=architecture.qkv_bias
+            or any(map(inventory.has, (f"{block}.attn_q.bias", f"{block}.attn_qkv.bias"))),
+            output_bias=inventory.has(f"{block}.attn_output.bias"),
+            attention_sinks=inventory.has(f"{block}.attn_sinks.weight"),
             activation_limit=architecture.activation_limit,
             tied_embeddings=not inventory.has("output.weight"),
             parallel=is_parallel(metadata, name, architecture, inventory),
@@ -245,19 +261,18 @@ def _dense_fields(integer: Callable[..., int], inventory: Inventory) -> dict[str
     return {"neurons": neurons, "ffn_bias": inventory.has("blk.0.ffn_up.bias")}
 
 
-def _extra_layers(metadata: Record, name: str) -> int:
-    """Return the number of layers behind the last one, which predict further tokens and are left out."""
-    field = f"{name}.nextn_predict_layers"
-    layers = metadata.integer(f"{name}.block_count", 1, MAX.layers)
-    return metadata.integer(field, 0, layers - 1) if metadata.has(field) else 0
-
-
 def _layer_kinds(
-    layers: int, window_tokens: int, architecture: GgufArchitecture, mixture: GgufMixture | None
+    layers: int,
+    window_tokens: int,
+    architecture: GgufArchitecture,
+    mixture: GgufMixture | None,
+    recurrent: GgufLayers | None,
 ) -> tuple[LayerKind, ...]:
     """Return the runs of equal layers. All layers have the same window unless the architecture has a pattern, which
     files do not state. In a smallthinker with windows, layers 0, 4, 8 ... have none and are not rotated, as in
     llama.cpp."""
+    if recurrent is not None:
+        return recurrent.kinds(None if mixture is None else mixture.dense_experts)
     if architecture.full_layer_every and window_tokens:
         every, unrotated = architecture.full_layer_every, architecture.unrotated_layer_every
         windows = [0 if number % every == every - 1 else window_tokens for number in range(layers)]
@@ -375,22 +390,15 @@ def _rotated_width(metadata: Record, architecture: str, model: ModelSpec) -> int
 def _down_by_neuron(metadata: Record, model: ModelSpec, inventory: Inventory) -> bool:
     """Return True if Down of the experts is stored by neuron, as SmallThinker's own engine does under the same name.
     Raises UserError if the shape does not tell."""
-    if model.experts == 1:
+    if model.router_reads != "layer":
         return False
-    if model.router_reads == "layer" and model.width == model.neurons:
+    if model.width == model.neurons:
         metadata.fail(
             "smallthinker.expert_feed_forward_length",
             f"is embedding_length, {model.width}: nothing tells whether Down is transposed; convert the original "
             "checkpoint instead",
         )
-    return (
-        inventory.shape(f"blk.{model.dense_layers.index(False)}.ffn_down_exps.weight")[1:]
-        == (model.neurons, model.width)
-        != (
-            model.width,
-            model.neurons,
-        )
-    )
+    return inventory.shape("blk.0.ffn_down_exps.weight")[1:] == (model.neurons, model.width)
 
 
 def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArchitecture) -> dict[str, RowNumbers]:

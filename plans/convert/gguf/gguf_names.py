@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from neuronpipe.plans.convert.gguf.gguf_gemma4 import gemma4_names
 from neuronpipe.plans.convert.gguf.gguf_latents import latent_names
+from neuronpipe.plans.convert.gguf.gguf_recurrent import GgufLayers
 from neuronpipe.plans.convert.stored_tensors import Inventory
 from neuronpipe.plans.models.family import GgufArchitecture, TensorNames
 from neuronpipe.plans.models.spec import ModelSpec
@@ -57,13 +58,17 @@ def is_parallel(metadata: Record, name: str, architecture: GgufArchitecture, inv
     return architecture.parallel == "always"
 
 
-def tensor_names(model: ModelSpec, architecture: GgufArchitecture, inventory: Inventory) -> TensorNames:
+def tensor_names(
+    model: ModelSpec, architecture: GgufArchitecture, inventory: Inventory, layers: GgufLayers | None
+) -> TensorNames:
     names = NAMES if model.experts == 1 else MIXTURE_NAMES
     names = replace(names, ffn_norm=architecture.ffn_norm, norm_bias=architecture.norm_bias)
     if model.latent_width:
         return latent_names(names, inventory, query_rank=model.query_rank)
     if architecture.gemma4_layers:
         return gemma4_names(names, inventory)
+    if layers is not None:
+        return layers.names(names, architecture, inventory)
     if inventory.has("blk.0.attn_qkv.weight"):
         names = replace(names, query_key_value="attn_qkv")
     if not model.parallel or inventory.has(FFN_NORM):
