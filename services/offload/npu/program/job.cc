@@ -118,8 +118,12 @@ void Job::read_shape()
     shape.down = place_of(m, "down");
     for (size_t n = 0; const char *kind = json_item(m, "model/layer_kinds", n); n++) {
         np_layer layer = {};
+        layer.key_heads = shape.key_heads;
+        layer.head_width = shape.head_width;
         layer.window_tokens = number_or(kind, "window_tokens", 0);
         layer.rotary = !json_has(kind, "rotary") || json_truth(kind, "rotary");
+        if (json_has(kind, "key_heads") || json_has(kind, "head_width") || json_has(kind, "value_from_key"))
+            run_fail("model/layer_kinds", "this worker computes no models whose layers have other heads; use our own prefill worker");
         if (json_has(kind, "mixer") || json_has(kind, "feed_forward"))
             run_fail("model/layer_kinds", "this worker computes no recurrent layers; use our own prefill worker");
         if (json_has(kind, "local_positions"))
