@@ -29,6 +29,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.plans.predictor.predictions import StoredPredictor
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
 
@@ -133,6 +134,21 @@ def test_a_mixture_walks_too_and_its_experts_are_all_of_use(tmp_path: Path) -> N
     assert manifest.predictor is not None
     assert manifest.predictor.reads == "feed_forward"
     assert all(layer.recall > 0.9 for layer in manifest.predictor.by_layer)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-moe-100m", "lfm2-8b-a1b"])
+def test_recurrent_layers_walk_too(name: str, tmp_path: Path) -> None:
+    """Memories decay, and outputs of convolutions are as large as their inputs."""
+    small: dict[str, Any] = {"width": 512, "neurons": 256, "experts": 16, "query_heads": 8, "key_heads": 2}
+    package = synthesize(name, replace(four_layers(SHAPES[name]), **small), tmp_path / "package")
+    assert ReferenceEngine(package).run(range(60)).logits.argmax(axis=1).tolist() == list(range(1, 61))
+    weights, model = PackageWeights(package), package.manifest.model
+    taps = weights.vector("layers.0.convolution").reshape(model.convolution_tokens, -1)
+    assert np.square(taps).sum(axis=0).mean() == pytest.approx(1, abs=0.15)
+    if model.state_heads:
+        decays = weights.vector("layers.0.decay")
+        assert (decays < 0).all()
+        assert len(set(decays)) == model.state_heads
 
 
 SIBLINGS = ("smallthinker-100m", "qwen3-moe-100m", "gemma-4-100m")

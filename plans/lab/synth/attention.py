@@ -14,6 +14,7 @@ from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.reference.engine import attend, rms_norm, rotate
 from neuronpipe.plans.reference.quantized import product
+from neuronpipe.plans.reference.recurrent import sigmoid
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
@@ -32,6 +33,24 @@ class Attention(NamedTuple):
     qkv: Rows
     output: Rows
     change: Array
+
+
+def output_rows(width: int, written: slice, mixed: Array, random: np.random.Generator) -> tuple[Rows, Array]:
+    """Return a random output matrix [width, n] of which only some rows are not 0, and its products with vectors.
+
+    written: these rows
+    mixed: the vectors [tokens, n]
+    """
+    columns = mixed.shape[1]
+    output = codes.zero_rows(width, columns)
+    output.quants[written] = codes.random_codes(written.stop - written.start, columns, random)
+    scales = output.scales.view(Half)
+    scales[written] = 1.0
+    plain = product("q4", Rows(output.quants[written], output.scales[written]), mixed)
+    scales[written] = np.sqrt(ATTENTION_POWER * STATE_POWER * width / plain.var(axis=0).sum())
+    change = np.zeros((len(mixed), width), dtype=np.float32)
+    change[:, written] = plain * scales[written][0, 0].astype(np.float32)
+    return output, change
 
 
 class AttentionMaker:
@@ -74,21 +93,14 @@ class AttentionMaker:
         values = product("q4", qkv, normed).reshape(len(normed), -1, heads.width)
         sequences = np.split(values, len(self._sequences.ids))
         mixed = np.concatenate(list(self._pool.map(partial(self._attend, layer), sequences)))
-        written = self._places.attention
-        output = codes.zero_rows(model.width, heads.query_width)
-        output.quants[written] = codes.random_codes(written.stop - written.start, heads.query_width, random)
-        scales = output.scales.view(Half)
-        scales[written] = 1.0
-        rows = Rows(output.quants[written], output.scales[written])
-        plain = product("q4", rows, mixed)
-        scales[written] = np.sqrt(ATTENTION_POWER * STATE_POWER * model.width / plain.var(axis=0).sum())
-        change = np.zeros_like(normed)
-        change[:, written] = plain * scales[written][0, 0].astype(np.float32)
+        output, change = output_rows(model.width, self._places.attention, mixed, random)
         return Attention(qkv, output, change)
 
     def _attend(self, layer: int, products: Array) -> Array:
         model, heads = self._model, self._model.layer_heads[layer]
-        queries, keys, values = np.split(products, (heads.query_heads, heads.query_heads + heads.key_heads), axis=1)
+        first = heads.query_heads + heads.key_heads
+        last = first + heads.key_heads
+        queries, keys, values, gates = np.split(products, (heads.query_heads, first, last), axis=1)
         values = keys if heads.value_from_key else values
         if model.value_norm:
             values = rms_norm(values, np.ones(heads.width, dtype=np.float32), model.norm_epsilon)
@@ -102,7 +114,8 @@ class AttentionMaker:
             angles = np.arange(len(products), dtype=np.float32)[:, None] * frequency
             queries, keys = rotate(queries, angles), rotate(keys, angles)
         queries = queries * np.float32(self._scale(layer))
-        return attend(queries, keys, values, model.windows_tokens[layer]).reshape(len(products), -1)
+        mixed = attend(queries, keys, values, model.windows_tokens[layer]).reshape(len(products), -1)
+        return mixed * sigmoid(gates.reshape(len(products), -1)) if model.gated_attention else mixed
 
     def _norm_jointly(self, heads: Array) -> Array:
         weights = np.full(heads[0].size, QUERY_DEVIATION, dtype=np.float32)

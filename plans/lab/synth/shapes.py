@@ -56,6 +56,18 @@ def _windows_of_gpt_oss(layers: int) -> tuple[LayerKind, ...]:
     return runs_of([0 if layer % 2 else 128 for layer in range(layers)])
 
 
+def _layers_of_qwen35(layers: int) -> tuple[LayerKind, ...]:
+    return runs_of([0] * layers, mixers=["deltanet" if (layer + 1) % 4 else "attention" for layer in range(layers)])
+
+
+def _layers_of_lfm2(layers: int, attention: tuple[int, ...], dense: int) -> tuple[LayerKind, ...]:
+    return runs_of(
+        [0] * layers,
+        dense_experts=[4 * (layer < dense) for layer in range(layers)],
+        mixers=["attention" if layer in attention else "convolution" for layer in range(layers)],
+    )
+
+
 _GPT_OSS: dict[str, Any] = {
     "family": "gpt_oss", "activation": "clamped_swiglu", "activation_limit": 7.0, "norm_epsilon": 1e-5,
     "qkv_bias": True, "output_bias": True, "ffn_bias": True, "router_bias": True, "attention_sinks": True,
@@ -67,6 +79,14 @@ _QWEN3: dict[str, Any] = {"family": "qwen3", "activation": "silu", "norm_epsilon
 _GLM: dict[str, Any] = {
     "family": "glm4_moe", "activation": "silu", "norm_epsilon": 1e-5, "router": "sigmoid", "choosing_bias": True,
     "qkv_bias": True,
+}  # fmt: skip
+_QWEN35: dict[str, Any] = {
+    "family": "qwen3_next", "activation": "silu", "norm_epsilon": 1e-6, "head_norm": True, "gated_attention": True,
+    "shared_experts": 1, "shared_gate": True, "convolution_tokens": 4,
+}  # fmt: skip
+_LFM2: dict[str, Any] = {
+    "family": "lfm2", "activation": "silu", "norm_epsilon": 1e-5, "head_norm": True, "router": "sigmoid",
+    "choosing_bias": True, "convolution_tokens": 3,
 }  # fmt: skip
 _OLMOE: dict[str, Any] = {
     "family": "olmoe", "activation": "silu", "norm_epsilon": 1e-5, "joint_norm": True, "normalized_shares": False,
@@ -133,15 +153,29 @@ SHAPES = {
     "olmoe-7b": _shape(2048, 1024, 16, (16, 16, 128), 50304, 4096, (64, 8), **_OLMOE),
     "qwen3-30b-a3b": _shape(2048, 768, 48, (32, 4, 128), 151936, 40960, (128, 8), **_QWEN3),
     "qwen3-moe-100m": _shape(512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), **_QWEN3),
+    "qwen3.6-35b-a3b": _shape(
+        2048, 512, 40, (16, 2, 256), 248320, 262144, (256, 8), layer_kinds=_layers_of_qwen35(40), state_heads=32,
+        state_key_heads=16, state_key_width=128, state_value_width=128, **_QWEN35,
+    ),
+    "qwen3.5-moe-100m": _shape(
+        512, 128, 12, (4, 2, 64), 8000, 8192, (32, 4), layer_kinds=_layers_of_qwen35(12), state_heads=8,
+        state_key_heads=4, state_key_width=64, state_value_width=64, **_QWEN35,
+    ),
+    # The model's output is its embedding; here it is a matrix of its own.
+    "lfm2-8b-a1b": _shape(
+        2048, 1792, 24, (32, 8, 64), 65536, 128000, (32, 4),
+        layer_kinds=_layers_of_lfm2(24, (2, 6, 10, 14, 18, 21), dense=2), **_LFM2,
+    ),
 }  # fmt: skip
 
 # Published bases of rotary positions. ModelSpec has no base, since packages have the table that follows from it.
 _ROPE_BASES = {
     "smallthinker": 1_500_000.0, "qwen3": 1_000_000.0, "gpt_oss": 150_000.0, "glm4_moe": 1_000_000.0,
-    "gemma4": 1_000_000.0,
+    "gemma4": 1_000_000.0, "qwen3_next": 10_000_000.0, "lfm2": 1_000_000.0,
 }  # fmt: skip
 LOCAL_ROPE_BASE = 10_000.0  # of Gemma 4's layers with windows
 PROPORTION = 0.25  # of the pairs of a head that rotate in its other layers
+_ROTATED_SHARES = {"glm4_moe": 2, "qwen3_next": 4}
 
 
 def rope_base(model: ModelSpec) -> float:
@@ -150,8 +184,7 @@ def rope_base(model: ModelSpec) -> float:
 
 def rotated_width(model: ModelSpec) -> int:
     """Return how many elements of a head are rotated."""
-    width = model.table_width(is_local=False)
-    return width // 2 if model.family == "glm4_moe" else width
+    return model.table_width(is_local=False) // _ROTATED_SHARES.get(model.family, 1)
 
 
 def rope_frequencies(model: ModelSpec, *, is_local: bool = False) -> NDArray[np.float32]:

@@ -17,6 +17,7 @@ from neuronpipe.plans.lab.synth.activation_rates import active_shares, requested
 from neuronpipe.plans.lab.synth.attention import ATTENTION_POWER, AttentionMaker
 from neuronpipe.plans.lab.synth.neurons import FEED_FORWARD_POWER, Firing, LayerInput, NeuronMaker, Neurons, Pending
 from neuronpipe.plans.lab.synth.prediction import Prediction, PredictorShape
+from neuronpipe.plans.lab.synth.recurrent import RecurrentMaker
 from neuronpipe.plans.lab.synth.routing import make_router
 from neuronpipe.plans.lab.synth.shapes import coordinates, rank_of, rope_frequencies
 from neuronpipe.plans.lab.synth.tokens import (
@@ -41,7 +42,7 @@ from neuronpipe.plans.package.manifest import (
 )
 from neuronpipe.plans.package.predictor_writer import FiringShares, write_predictor
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.tensors import fixed_vectors
+from neuronpipe.plans.package.tensors import fixed_vectors, recurrent_vectors
 from neuronpipe.plans.package.writer import PackageWriter, Rows
 from neuronpipe.plans.reference.engine import rms_norm
 from numpy.typing import NDArray
@@ -112,17 +113,17 @@ def synthesize(
         )
         writer.vector("output_norm", norm_weights)
         attention = AttentionMaker(model, places, frequencies, sequences, seed, pool)
+        recurrent = RecurrentMaker(model, places, sequences, seed, pool)
         block_neurons = BLOCK_NEURONS // layout.cluster_neurons * layout.cluster_neurons
         maker = NeuronMaker(model, places, sequences, block_neurons, seed, pool, gates or "q4")
         routed_before: Array | None = None
         for layer in range(model.layers):
             prefix, layer_input = f"layers.{layer}", x
             before = rms_norm(x, norm_weights, model.norm_epsilon)
-            attention_layer = attention.layer(layer, before)
-            writer.matrix(f"{prefix}.qkv", attention_layer.qkv)
-            writer.matrix(f"{prefix}.attention_output", attention_layer.output)
+            change = _write_mixer(writer, model, layer, attention, recurrent, before)
+            of_mixer = recurrent_vectors(model, layer)
             for vector, length in fixed_vectors(model):
-                if not vector.startswith(f"{prefix}."):
+                if not vector.startswith(f"{prefix}.") or vector.removeprefix(f"{prefix}.") in of_mixer:
                     continue
                 if vector.endswith((".bias", ".sinks", ".choosing_bias", ".shared_gate")):
                     writer.vector(vector, np.zeros(length, dtype=np.float32))
@@ -131,7 +132,7 @@ def synthesize(
                 elif not vector.endswith(".router"):
                     weight = OUTPUT_NORMS.get(vector.removeprefix(f"{prefix}."), 1.0)
                     writer.vector(vector, np.full(length, weight, dtype=np.float32))
-            x = x + _normed_output(model, "attention_output_norm", attention_layer.change)
+            x = x + _normed_output(model, "attention_output_norm", change)
             normed = rms_norm(x, norm_weights, model.norm_epsilon)
             always_active = model.expert_counts[layer] - model.routed_experts(layer)
             routed = np.full((len(x), always_active), 0.5 if model.shared_gate else 1.0, dtype=np.float32)
@@ -185,6 +186,29 @@ def _normed_output(model: ModelSpec, name: str, change: Array) -> Array:
     """Return what a layer adds to the residual stream. name: of the norm of outputs, if the model has it"""
     weights = np.full(model.width, OUTPUT_NORMS[name], dtype=np.float32)
     return rms_norm(change, weights, model.norm_epsilon) if model.norms_after else change
+
+
+def _write_mixer(
+    writer: PackageWriter,
+    model: ModelSpec,
+    layer: int,
+    attention: AttentionMaker,
+    recurrent: RecurrentMaker,
+    normed: Array,
+) -> Array:
+    """Write the matrices of a layer's mixer, and the vectors of a recurrent one, and return what it adds."""
+    prefix = f"layers.{layer}"
+    if model.mixers[layer] == "attention":
+        attention_layer = attention.layer(layer, normed)
+        writer.matrix(f"{prefix}.qkv", attention_layer.qkv)
+        writer.matrix(f"{prefix}.attention_output", attention_layer.output)
+        return attention_layer.change
+    recurrent_layer = recurrent.layer(layer, normed)
+    for name, rows in recurrent_layer.matrices.items():
+        writer.matrix(f"{prefix}.{name}", rows)
+    for name, values in recurrent_layer.vectors.items():
+        writer.vector(f"{prefix}.{name}", values)
+    return recurrent_layer.change
 
 
 def _experts(maker: NeuronMaker, first_ffn: int, read: LayerInput, routed: Array) -> Iterator[Neurons]:
