@@ -158,7 +158,7 @@ class CpuBackend:
             logit_rows=compute.logit_rows,
             state_slots=compute.state_slots,
             window_blocks=compute.prefill_window_blocks if prefill else compute.decode_window_blocks,
-            partial_tokens=stage["partials"].shape[0] // placement.job.package.manifest.model.experts_per_token,
+            partial_tokens=stage["partials"].shape[0] // placement.job.package.manifest.model.most_active_experts,
             spin_us=compute.spin_us,
             predicts=compute.mode == "predicted" or hints,
             thresholded=compute.mode == "thresholded",
