@@ -190,7 +190,12 @@ class PromptCache:
         """Write the states after whole chunks that are stored and whose state has no file yet."""
         for slot, tokens in zip(message.state_slots, message.state_tokens, strict=True):
             number, remainder = divmod(tokens, CHUNK_TOKENS)
-            if remainder or not 0 < number <= len(keys) or self._states is None or not self._folder.has(keys[number - 1]):
+            if (
+                remainder
+                or not 0 < number <= len(keys)
+                or self._states is None
+                or not self._folder.has(keys[number - 1])
+            ):
                 continue
             key, pieces = state_key(keys[number - 1]), [self._states.piece(self._content, slot)]
             with lock:
