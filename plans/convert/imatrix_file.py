@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.convert.checkpoint import ffn_name
+from neuronpipe.plans.convert.gguf.gguf_names import JOINT_GATE_UP
 from neuronpipe.plans.convert.importance import ByColumn, Importance
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.models.spec import ModelSpec
@@ -23,7 +24,6 @@ from neuronpipe.protocol.errors import UserError, safe_name
 MAX_FILE_BYTES = 1 << 30
 MAX_NAME_BYTES = 256
 SUMS, COUNTS = ".in_sum2", ".counts"
-JOINT_GATE_UP = "ffn_gate_up_exps"  # of all experts, gate and up in one tensor
 LAYER_MATRICES = {
     "attn_q": "qkv",
     "attn_k": "qkv",

@@ -162,12 +162,13 @@ def write_gguf(
     architecture: str | None = None,
     tensors_of_part: int = 0,
     joint_latents: bool = True,
-    joint: bool = True,
+    joint: bool | None = None,
 ) -> Path:
     """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors, and instead
     puts them in place of the recipe's; more adds matrices in that encoding. powerinfer: as that program's converter
     does it, Down transposed. tensors_of_part: in several files of so many tensors; the first one's path is returned.
-    joint_latents: keys and values of latents are one matrix. joint: gate and up of all experts of Gemma 4 are one."""
+    joint_latents: keys and values of latents are one matrix. joint: gate and up of all experts are one matrix (None: of
+    Gemma 4)."""
     architecture = architecture or ARCHITECTURES.get(recipe.architecture, "llama")
     writer = GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
     writer.add_name(name)
@@ -229,14 +230,14 @@ def add_rope(writer: GGUFWriter, recipe: Recipe) -> None:
         writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
 
 
-def stacked_experts(recipe: Recipe, *, joint: bool = True) -> Iterator[tuple[str, Array]]:
+def stacked_experts(recipe: Recipe, *, joint: bool | None = None) -> Iterator[tuple[str, Array]]:
     """The recipe's tensors; those of all experts of a layer in one, by the name that it has in GGUF."""
     stacks: dict[str, list[Array]] = {}
     if recipe.architecture == "GptOssForCausalLM":
         yield from _gpt_oss(recipe)
         return
     if recipe.architecture == "Gemma4ForCausalLM":
-        yield from _gemma4(recipe, joint=joint)
+        yield from _gemma4(recipe, joint=joint is not False)
         return
     for name, tensor in tensors(recipe):
         if match := JOINED_EXPERTS.fullmatch(name):
@@ -246,7 +247,11 @@ def stacked_experts(recipe: Recipe, *, joint: bool = True) -> Iterator[tuple[str
         else:
             yield name, tensor
     for name, parts in stacks.items():
-        yield name, np.stack(parts)
+        if joint and "ffn_gate_exps" in name:
+            up = stacks[name.replace("gate", "up")]
+            yield name.replace("gate", "gate_up"), np.concatenate([np.stack(parts), np.stack(up)], axis=1)
+        elif not joint or "ffn_up_exps" not in name:
+            yield name, np.stack(parts)
 
 
 def _apart(layer: str, kind: str, tensor: Array) -> Iterator[tuple[str, Array]]:

@@ -284,11 +284,13 @@ def test_yarns_own_factor_is_that_of_config_json(tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.parametrize("joint", [False, True])
 def test_a_mixture_whose_experts_lie_in_one_tensor_is_the_same_package(
-    name: str, metadata: dict[str, int], tmp_path: Path, converted: Callable[[str, str], Package]
+    name: str, metadata: dict[str, int], joint: bool, tmp_path: Path, converted: Callable[[str, str], Package]
 ) -> None:
+    """Newer files have gate and up of all experts in one tensor."""
     recipe, expected = RECIPES[name], converted(name, "q8")
-    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata)
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata, joint=joint)
     package = convert(source, tmp_path / "p", quantization="q8")
     assert same_weights(package, expected)
     told = replace(

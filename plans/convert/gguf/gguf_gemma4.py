@@ -71,14 +71,12 @@ def with_gemma4_layers(metadata: Record, name: str, inventory: Inventory, model:
         metadata.fail(error.field, error.complaint)
 
 
-def gemma4_names(names: TensorNames, inventory: Inventory) -> TensorNames:
-    """Return the names of the tensors. Newer files have gate and up of all experts in one tensor."""
-    joint = "ffn_gate_up_exps"
+def gemma4_names(names: TensorNames) -> TensorNames:
+    """Return the names of the tensors."""
     return replace(
         names,
         scale="layer_output_scale.weight",
         shared="ffn_{}",
-        gate_up=joint if inventory.has(f"blk.0.{joint}.weight") else None,
         routed_norm="pre_ffw_norm_2",
         routed_output_norm="post_ffw_norm_2",
         shared_output_norm="post_ffw_norm_1",

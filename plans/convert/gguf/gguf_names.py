@@ -45,6 +45,7 @@ MIXTURE_NAMES = replace(
     dense="ffn_{}",
     stacked=True,
 )
+JOINT_GATE_UP = "ffn_gate_up_exps"  # of all experts, gate and up in one tensor, as newer files may have it
 FFN_NORM = "blk.0.ffn_norm.weight"
 
 
@@ -63,10 +64,12 @@ def tensor_names(
 ) -> TensorNames:
     names = NAMES if model.experts == 1 else MIXTURE_NAMES
     names = replace(names, ffn_norm=architecture.ffn_norm, norm_bias=architecture.norm_bias)
+    if any(inventory.has(f"blk.{layer}.{JOINT_GATE_UP}.weight") for layer in range(model.layers)):
+        names = replace(names, gate_up=JOINT_GATE_UP)
     if model.latent_width:
         return latent_names(names, inventory, query_rank=model.query_rank)
     if architecture.gemma4_layers:
-        return gemma4_names(names, inventory)
+        return gemma4_names(names)
     if layers is not None:
         return layers.names(names, architecture, inventory)
     if inventory.has("blk.0.attn_qkv.weight"):
