@@ -17,7 +17,10 @@ from neuronpipe.plans.convert.checkpoint import ffn_name
 from neuronpipe.plans.convert.gguf.gguf_names import JOINT_GATE_UP
 from neuronpipe.plans.convert.importance import ByColumn, Importance
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.models.nemotron_h import NAME as NEMOTRON_H
+from neuronpipe.plans.models.nemotron_h import layers_of_blocks
 from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.tensors import mixer_matrices
 from neuronpipe.plans.strict_json import open_file
 from neuronpipe.protocol.errors import UserError, safe_name
 
@@ -29,6 +32,8 @@ LAYER_MATRICES = {
     "attn_k": "qkv",
     "attn_v": "qkv",
     "attn_qkv": "qkv",
+    "ssm_in": "recurrent_input",
+    "shortconv.in_proj": "recurrent_input",
     "attn_output": "attention_output",
     "ffn_gate": "gate",
     "ffn_up": "up",
@@ -68,12 +73,17 @@ def _matrices_of(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
     """Yield (name in a Checkpoint, number within the entry) of the matrices of an entry."""
     if name == "output.weight" and not model.tied_embeddings:
         yield "output", 0
-    found = re.fullmatch(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.weight", name, re.ASCII)
-    if found is None or (matrix := LAYER_MATRICES.get(found[2])) is None or int(found[1]) >= model.layers:
+    found = re.fullmatch(r"blk\.(0|[1-9]\d{0,5})\.([\w.]+)\.weight", name, re.ASCII)
+    of_blocks = layers_of_blocks(model) if model.family == NEMOTRON_H else range(model.layers)
+    if found is None or (matrix := LAYER_MATRICES.get(found[2])) is None or int(found[1]) >= len(of_blocks):
         return
-    layer = f"layers.{found[1]}"
-    if matrix in ("qkv", "attention_output"):
-        yield f"{layer}.{matrix}", 0
+    number = of_blocks[int(found[1])]
+    layer, mixer_has = f"layers.{number}", mixer_matrices(model, number)
+    if matrix == "qkv" and "recurrent_input" in mixer_has:  # of DeltaNet, by that name in GGUF
+        matrix = "recurrent_input"
+    if matrix in ("qkv", "attention_output", "recurrent_input"):
+        if matrix in mixer_has:
+            yield f"{layer}.{matrix}", 0
     elif matrix in model.ffn_matrices and (model.experts > 1) == found[2].endswith("_exps"):
         of_entry = ("gate", "up") if found[2] == JOINT_GATE_UP else (matrix,)
         yield from ((ffn_name(model, layer, e, name), e) for name in of_entry for e in range(model.experts))

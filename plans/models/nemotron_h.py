@@ -116,6 +116,13 @@ def _layers(config: Record) -> list[Layer]:
     return layers
 
 
+def layers_of_blocks(model: ModelSpec) -> list[int]:
+    """Return for each block of Nemotron-H, from the first, the number of the layer that it is a part of."""
+    parts = zip(model.mixers, model.ffn_layers, strict=True)
+    counts = [(mixer != "none") + has_ffn for mixer, has_ffn in parts]
+    return [layer for layer, count in enumerate(counts) for _ in range(count)]
+
+
 def _names(config: Record) -> TensorNames:
     layers, is_mixture = _layers(config), "experts" in _blocks(config)
     return TensorNames(

@@ -24,7 +24,7 @@ from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, Recipe, tokens, write_checkpoint
 
-DENSE, MIXTURE = "awkward", "qwen3moe"
+DENSE, MIXTURE, RECURRENT = "awkward", "qwen3moe", "qwen3.5 moe"
 TEXT = "The input of a column counts by its mean square. " * 40
 Entries = dict[str, np.ndarray]
 
@@ -36,7 +36,7 @@ def recipe_of(name: str) -> Recipe:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sources")
-    return {name: write_checkpoint(folder / name, recipe_of(name)) for name in (DENSE, MIXTURE)}
+    return {name: write_checkpoint(folder / name, recipe_of(name)) for name in (DENSE, MIXTURE, RECURRENT)}
 
 
 def measured(source: Path) -> Importance:
@@ -72,7 +72,7 @@ def write_older_imatrix(path: Path, entries: Entries) -> Path:
 WRITERS = (write_gguf_imatrix, write_older_imatrix)
 
 
-@pytest.mark.parametrize("name", [DENSE, MIXTURE])
+@pytest.mark.parametrize("name", [DENSE, MIXTURE, RECURRENT])
 def test_a_checkpoint_computes_what_its_f16_package_computes(
     name: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -173,6 +173,26 @@ def test_an_imatrix_file_gives_each_matrix_its_own_columns(
     ):
         expected = np.maximum(values / values.mean(), MIN_RELATIVE_IMPORTANCE)
         np.testing.assert_allclose(importance.by_matrix[name], expected, rtol=1e-5)
+
+
+def test_blocks_of_one_part_are_counted_as_their_layers(tmp_path: Path) -> None:
+    """Files of Nemotron-H number mixers and feed-forwards, which are parts of one layer here."""
+    model = convert_model(write_checkpoint(tmp_path / "model", RECIPES["nemotron-h"]))
+    entries = {
+        name: np.ones(model.width) for name in ("blk.2.attn_q.weight", "blk.3.ffn_up.weight", "blk.6.ffn_up.weight")
+    }
+    importance = read_imatrix(write_gguf_imatrix(tmp_path / "imatrix", entries), model)
+    assert set(importance.by_matrix) == {"layers.1.qkv", "layers.1.up", "layers.3.up"}  # of the blocks M-*-MM-
+
+
+def test_a_recurrent_layers_input_has_the_importance_of_its_file(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Its queries, keys and values have the name that those of attention have in other layers."""
+    model = convert_model(sources[RECURRENT])
+    recurrent, attention = model.mixers.index("deltanet"), model.mixers.index("attention")
+    entries = {f"blk.{layer}.attn_qkv.weight": np.ones(model.width) for layer in (recurrent, attention)}
+    entries["blk.0.attn_output.weight"] = np.ones(model.query_width)  # which that layer does not have
+    importance = read_imatrix(write_gguf_imatrix(tmp_path / "imatrix", entries), model)
+    assert set(importance.by_matrix) == {f"layers.{recurrent}.recurrent_input", f"layers.{attention}.qkv"}
 
 
 def test_an_expert_without_tokens_has_no_importance(sources: dict[str, Path], tmp_path: Path) -> None:
