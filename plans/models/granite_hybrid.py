@@ -85,7 +85,7 @@ def _read(config: Record, has: Has, choices: Choices) -> ModelSpec:
     for key in ("attention_bias", "mamba_proj_bias"):
         if config.boolean(key):
             config.fail(key, "is true: not supported in this class")
-    _require_unlimited_time(config)
+    require_unlimited_time(config)
     mixers: list[Mixer] = ["mamba2"] * config.integer("num_hidden_layers", 1, MAX.layers)
     if config.has("layer_types"):
         mixers = layer_mixers(config, MIXERS)
@@ -109,12 +109,13 @@ def _read(config: Record, has: Has, choices: Choices) -> ModelSpec:
         neurons="intermediate_size" if experts else "shared_intermediate_size",
         mixture=mixture,
         mixers=mixers,
-        further=_recurrent(config) if "mamba2" in mixers else {},
+        further=mamba_sizes(config) if "mamba2" in mixers else {},
     )
     return with_factors(config, model)
 
 
-def _require_unlimited_time(config: Record) -> None:
+def require_unlimited_time(config: Record) -> None:
+    """Raise UserError if the time of a token has bounds."""
     if not config.has("time_step_limit"):
         return
     limits = config.items("time_step_limit")
@@ -123,7 +124,8 @@ def _require_unlimited_time(config: Record) -> None:
         config.fail("time_step_limit", f"{quoted(limits)} is not supported; 0 and Infinity are")
 
 
-def _recurrent(config: Record) -> dict[str, Any]:
+def mamba_sizes(config: Record) -> dict[str, Any]:
+    """Return the fields of ModelSpec that Mamba-2 needs, from the keys that Bamba has too."""
     heads, groups = (config.integer(key, 1, MAX.query_heads) for key in ("mamba_n_heads", "mamba_n_groups"))
     inner = config.integer("mamba_expand", 1, 1 << 10) * config.integer("hidden_size", 1, MAX.width)
     stated = config.value("mamba_d_head")

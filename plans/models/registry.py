@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from neuronpipe.plans.models import (
     arcee,
     bailing,
+    bamba,
     cohere,
     deepseek,
     ernie,
@@ -67,6 +68,7 @@ FAMILIES: Mapping[str, Family] = {
         lfm2.FAMILY,
         nemotron_h.FAMILY,
         granite_hybrid.FAMILY,
+        bamba.FAMILY,
         stablelm.FAMILY,
         cohere.FAMILY,
         gpt_neox.FAMILY,

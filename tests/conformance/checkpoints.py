@@ -97,6 +97,7 @@ MODEL_TYPES = {
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "NemotronHForCausalLM": "nemotron_h",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "BambaForCausalLM": "bamba",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -631,6 +632,13 @@ RECIPES = {
             },
         ),
         Recipe(
+            "bamba", "BambaForCausalLM", "silu", 128, 200, 4, 4, 2, 32, dtype="BF16",
+            config={
+                "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 24,
+                "mamba_n_groups": 2, "mamba_d_conv": 4, "mamba_expand": 2, "time_step_limit": [0.0, float("inf")],
+            },
+        ),
+        Recipe(
             "stablelm", "StableLmForCausalLM", "silu", 128, 200, 3, 4, 2, 32, bias=True, dtype="BF16",
             config={"use_qkv_bias": True, "partial_rotary_factor": 0.25},
         ),
@@ -729,6 +737,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         return
     if recipe.architecture == "GraniteMoeHybridForCausalLM":
         yield from _granite_hybrid_tensors(recipe)
+        return
+    if recipe.architecture == "BambaForCausalLM":
+        yield from _bamba_tensors(recipe)
         return
     if recipe.architecture in PARTS:
         yield from _mixture_tensors(recipe)
@@ -1121,9 +1132,7 @@ def _granite_hybrid_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         name, shared = f"model.layers.{layer}", settings["shared_intermediate_size"]
         yield make.norm(f"{name}.input_layernorm")
         if kind == "mamba":
-            heads, inner = settings["mamba_n_heads"], settings["mamba_expand"] * width
-            of_mamba = (settings["mamba_d_state"], settings["mamba_n_groups"], settings["mamba_d_conv"])
-            yield from make.mamba(f"{name}.mamba", heads, inner // heads, *of_mamba)
+            yield from _mamba_of_granite(make, settings, width, name)
         else:
             yield from make.attention(f"{name}.self_attn")
         yield make.norm(f"{name}.post_attention_layernorm")
@@ -1137,6 +1146,33 @@ def _granite_hybrid_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
     yield make.norm("model.norm")
     if not recipe.tied:
         yield make.linear("lm_head", recipe.vocabulary, width, 5.0)
+
+
+def _mamba_of_granite(make: Maker, settings: dict[str, Any], width: int, name: str) -> Iterator[tuple[str, Array]]:
+    heads, inner = settings["mamba_n_heads"], settings["mamba_expand"] * width
+    of_mamba = (settings["mamba_d_state"], settings["mamba_n_groups"], settings["mamba_d_conv"])
+    yield from make.mamba(f"{name}.mamba", heads, inner // heads, *of_mamba)
+
+
+def _bamba_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    make, width, settings = Maker(recipe), recipe.width, recipe.config
+    yield make.made("model.embed_tokens.weight", (recipe.vocabulary, width), 1.0)
+    for layer in range(recipe.layers):
+        name = f"model.layers.{layer}"
+        yield make.norm(f"{name}.input_layernorm")
+        if layer in settings["attn_layer_indices"]:
+            yield from make.attention(f"{name}.self_attn")
+        else:
+            yield from _mamba_of_granite(make, settings, width, name)
+        yield make.norm(f"{name}.pre_ff_layernorm")
+        for part, (rows, columns) in {
+            "gate": (recipe.neurons, width),
+            "up": (recipe.neurons, width),
+            "down": (width, recipe.neurons),
+        }.items():
+            yield make.linear(f"{name}.feed_forward.{part}_proj", rows, columns, 0.5 if part == "down" else 1.0)
+    yield make.norm("model.final_layernorm")
+    yield make.linear("lm_head", recipe.vocabulary, width, 5.0)
 
 
 def _latent_attention(recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...], float, float]]:

@@ -36,6 +36,7 @@ FIELDS: dict[tuple[str, str], dict[str, Any]] = {
     ("nemotron-h", "norms by groups"): {"state_norm_groups": 1},
     ("nemotron-h", "biases of convolutions"): {"convolution_bias": False},
     ("nemotron-h moe", "shared experts"): {"shared_experts": 0},
+    ("bamba", "norms by groups"): {"state_norm_groups": 1},
     ("granite hybrid dense", "the factor of embeddings"): {"embedding_scale": 1.0},
     ("granite hybrid", "the factor of what layers add"): {"residual_scale": 1.0},
 }
@@ -75,6 +76,13 @@ def test_logits_without_a_mechanism_are_others(name: str, mechanism: str, conver
         )
     engine._model = dataclasses.replace(engine._model, **changes)
     assert differ(engine.run(tokens(RECIPES[name])).logits, name)
+
+
+def test_bamba_rotates_half_of_each_head(tmp_path: Path) -> None:
+    recipe = RECIPES["bamba"]
+    whole = dataclasses.replace(recipe, config=recipe.config | {"partial_rotary_factor": 1.0})
+    package = convert(write_checkpoint(tmp_path / "model", whole), tmp_path / "package", quantization="f16")
+    assert differ(ReferenceEngine(package).run(tokens(recipe)).logits, "bamba")
 
 
 @pytest.mark.parametrize(("name", "mechanism"), VECTORS)
