@@ -74,11 +74,15 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
         blocks = (*fields["first_blocks"], 1)
         one = "accelerator.0" if fields["held_matrices"] else "decode.0"
         fields |= {"participants": (one,) * len(blocks), "first_blocks": blocks, "end_blocks": blocks}
+        states = draw(st.sampled_from([(), fields["tokens"]]))
+        fields["states_from"] = fields["states_to"] = states
     elif cls.__name__ == "Prefill":
         fields["tokens"] = (*fields["tokens"], 1)
         fields["copy_from"] = None if fields["copy_from"] == fields["sequence"] else fields["copy_from"]
         fields["targets"] = fields["targets"][: len(fields["tokens"])] if fields["logits"] == "none" else ()
         fields["likely"] = abs(fields["likely"])
+    elif cls.__name__ == "Save":
+        fields["state_tokens"] = fields["state_slots"]
     elif cls.__name__ == "Calls":
         fields["functions"] = (*fields["functions"], draw(messages_of(Function)))
         fields |= {name: fields[name] + "x" for name in ("before", "between", "next")}

@@ -110,7 +110,7 @@ def test_an_unknown_tensor_is_not_ignored(tmp_path: Path) -> None:
     refuse(write_gguf(tmp_path / "m.gguf", TINY, extra=extra), r"attn_r_norm\.weight: a tensor that this architecture")
 
 
-@pytest.mark.parametrize("name", ["gemma", "bitnet", "bamboo", "nemotron_h", "generic.gpu_index"])
+@pytest.mark.parametrize("name", ["gemma", "bitnet", "bamboo", "mamba2", "generic.gpu_index"])
 def test_another_architecture_is_refused(name: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", TINY, architecture=name)
     refuse(path, rf"general\.architecture: '{name}' is not supported; llama")
