@@ -62,6 +62,7 @@ def settled_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Pa
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))  # whatever packages this user has
         patch.setenv("NEURONPIPE_CONFIG", "")  # whatever options this user never wants to type
         for folder in (DEMO, package):  # they may lie on two file systems
             probe(folder)
