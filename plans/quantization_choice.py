@@ -110,6 +110,13 @@ def recipe_for(quantization: Quantization, weights: Mapping[str, int], *, down_b
     return SOURCE_RECIPES.get(encoding, RECIPES[quantization])
 
 
+def kept_quantization(encodings: Mapping[str, int]) -> Quantization | None:
+    """Return the quantization that keeps the values of matrices with these numbers of weights in each encoding, exactly
+    or nearly; None if they are plain, or have encodings of several quantizations."""
+    chosen = {LOSSLESS.get(name) or NEARLY_LOSSLESS.get(name) for name in encodings}
+    return chosen.pop() if len(chosen) == 1 else None
+
+
 def ends_quantization(
     quantization: Quantization, recipe: Recipe, encodings: Mapping[str, int], *, is_looked_up: bool, is_default: bool
 ) -> Quantization:

@@ -116,7 +116,7 @@ class ActivityOptions:
 def main(options: ActivityOptions, package: Package) -> int:
     """Measure or import, then reorder, as requested."""
     if options.reorder:
-        package.require_bundles("another order of neurons")
+        package.require_neurons("another order of neurons")
     if options.measure:
         package = _measured(options, package)
     if options.imported:

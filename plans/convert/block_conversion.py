@@ -165,6 +165,11 @@ class Work:
         rows_of = {matrix: self._matrices[name][0] for matrix, name in self._ffn(layer, expert).items()}
         quantizations = {matrix: self.manifest.row_quantization(matrix) for matrix in rows_of}
         importance = {matrix: self._importance_of(name) for matrix, name in self._ffn(layer, expert).items()}
+        if self.manifest.layout.down_by_output:
+            self.writer.neurons(
+                *(self._whole(name, quantizations[name], matrix, importance[name]) for name, matrix in rows_of.items())
+            )
+            return
         if self.checkpoint.down_by_neuron:
             for rows in _blocks(order, self.manifest.model.width, self.manifest.layout.cluster_neurons):
                 self.writer.neurons(
@@ -190,6 +195,14 @@ class Work:
                     self._encode("down", quantizations["down"], down, columns[written : written + len(rows)]),
                 )
                 written += len(rows)
+
+    def _whole(self, kind: str, quantization: Quantization, matrix: StoredMatrix, importance: ByColumn | None) -> Rows:
+        """Return all rows of a matrix, which is read at once."""
+        every = np.arange(matrix.rows)
+        stored = matrix.stored(every)
+        blocks = [stored[rows] for rows in _blocks(every, matrix.columns)]
+        encoded = [self._encoded(kind, quantization, matrix, block, importance) for block in blocks]
+        return Rows(*map(np.concatenate, zip(*encoded, strict=True)))
 
     def _shared_rows(self, layer: int) -> None:
         """Write the rows of experts that compute every token, where the others are read in place."""
@@ -217,8 +230,18 @@ class Work:
         rows: RowNumbers,
         importance: ByColumn | None,
     ) -> Rows:
+        """Return rows of a matrix, encoded."""
+        return self._encoded(kind, quantization, matrix, matrix.stored(rows), importance)
+
+    def _encoded(
+        self,
+        kind: str,
+        quantization: Quantization,
+        matrix: StoredMatrix,
+        stored: NDArray[np.uint8],
+        importance: ByColumn | None,
+    ) -> Rows:
         """Return encoded rows. Values are those of the source if the quantization can express them."""
-        stored = matrix.stored(rows)
         same = same_values(matrix.encoding, quantization, stored)
         if same is None:
             decoded = matrix.checked(decode_stored(matrix.encoding, stored))

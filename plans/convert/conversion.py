@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from neuronpipe.plans.convert.block_conversion import Progress, Work
 from neuronpipe.plans.convert.chat_template import ExamineTemplate
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, ffn_name
 from neuronpipe.plans.convert.checkpoint_pieces import pieces_of, read_frequencies
 from neuronpipe.plans.convert.encodings import PLAIN_BYTES
 from neuronpipe.plans.convert.end_tokens import EndToken
@@ -33,7 +33,6 @@ from neuronpipe.plans.package.layout import (
     Layout,
     NeuronOrder,
     Quantization,
-    compute_layout,
 )
 from neuronpipe.plans.package.manifest import (
     EMBEDDINGS,
@@ -43,6 +42,7 @@ from neuronpipe.plans.package.manifest import (
     Predictor,
     package_rank,
 )
+from neuronpipe.plans.package.model_layout import layout_of_model, stores_whole_experts
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices, row_lengths
 from neuronpipe.plans.package.writer import PackageWriter, package_bytes
@@ -54,6 +54,7 @@ from neuronpipe.plans.quantization_choice import (
     attention_quantization,
     default_quantization,
     ends_quantization,
+    kept_quantization,
     recipe_for,
     why,
 )
@@ -101,6 +102,7 @@ def convert(
     *,
     quantization: RequestedQuantization | None = None,
     gates: Quantization | None = None,
+    by_neuron: bool = False,
     activation: Activation | None = None,
     frequencies: Path | None = None,
     tokenizer: Path | None = None,
@@ -120,6 +122,7 @@ def convert(
     quantization: a number selects the quantization whose package is nearest to that many bits per weight; None selects
         it by the encodings of the source
     gates: "q3", in a package of q4; None: as the package
+    by_neuron: store experts neuron by neuron, as thresholded mode needs them, also if all neurons fire
     activation, tokenizer, context_tokens, chat_template, name: override the source
     frequencies: a .npy file of firing shares [layers, experts, neurons], by which neurons are ordered, hot first
     predictor: convert the source's predictors, if it has any
@@ -132,7 +135,14 @@ def convert(
     """
     options = Options(activation, tokenizer, context_tokens, chat_template, predictor, examine_template)
     with open_checkpoint(source, options) as checkpoint:
-        conversion = Conversion(checkpoint, quantization=quantization, gates=gates, frequencies=frequencies, name=name)
+        conversion = Conversion(
+            checkpoint,
+            quantization=quantization,
+            gates=gates,
+            by_neuron=by_neuron,
+            frequencies=frequencies,
+            name=name,
+        )
         if chosen is not None:
             chosen(conversion.choice)
         return conversion.write(target, overwrite=overwrite, importance=importance, progress=progress, report=report)
@@ -165,11 +175,13 @@ class Conversion:
         *,
         quantization: RequestedQuantization | None = None,
         gates: Quantization | None = None,
+        by_neuron: bool = False,
         frequencies: Path | None = None,
         name: str | None = None,
         experts: ExpertsInPlace | None = None,
     ) -> None:
         model, chat = checkpoint.model, checkpoint.chat_template
+        self._by_neuron = by_neuron or checkpoint.predictors is not None
         self._source_weights = _weights_by_encoding(chain.from_iterable(checkpoint.matrices.values()))
         default = "q4" if gates else default_quantization(self._source_weights)
         self._experts = experts
@@ -204,15 +216,26 @@ class Conversion:
         model = self.checkpoint.model
         if self._experts is not None:
             return self._experts.layout
-        return compute_layout(
+        by_neuron = self._by_neuron or not stores_whole_experts(model)
+        return layout_of_model(
+            model,
             quantization,
-            model.width,
-            model.neurons,
-            model.ffn_matrices,
             self._neuron_order,
-            differing={"gate": gates, "down": _recipe(self.checkpoint, quantization).down},
-            read_whole=model.read_whole,
+            differing={"gate": gates, "down": self._down_quantization(quantization, by_neuron=by_neuron)},
+            by_neuron=by_neuron,
         )
+
+    def _down_quantization(self, quantization: Quantization, *, by_neuron: bool) -> Quantization:
+        """Return the quantization of Down: the recipe's, or with Down by output the one that keeps its encoding."""
+        checkpoint = self.checkpoint
+        recipe = _recipe(checkpoint, quantization)
+        if by_neuron or quantization != default_quantization(self._source_weights):
+            return recipe.down
+        names = [
+            ffn_name(checkpoint.model, f"layers.{layer}", expert, "down") for layer, expert in checkpoint.model.places
+        ]
+        encodings = _weights_by_encoding(part for name in names for part in checkpoint.matrices[name])
+        return kept_quantization(encodings) or recipe.down
 
     @property
     def package_bytes(self) -> int:

@@ -13,7 +13,6 @@ from neuronpipe.plans.convert.chat_template import CONFIG, examined, huggingface
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predictors, take_tensors
 from neuronpipe.plans.convert.end_tokens import EndToken, added_tokens, end_tokens, ids_at
 from neuronpipe.plans.convert.fp8_rows import F8, HARMLESS, METHODS, Fp8Reader
-from neuronpipe.plans.convert.joined_experts import is_in_mxfp4
 from neuronpipe.plans.convert.refusals import refuse_missing_config, refuse_other_directories
 from neuronpipe.plans.convert.rope import (
     attention_scale,
@@ -76,9 +75,6 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
             orders["query_key_value"] = apart[joined_order(model, orders)] if orders else apart
         elif names.query_key_value is not None and orders:
             orders["query_key_value"] = joined_order(model, orders)
-        down_by_neuron = names.joined_gate_up is not None and not is_in_mxfp4(
-            inventory, names.layer.format(0), names.joined_gate_up
-        )
         matrices, vectors = take_tensors(inventory, model, names, orders, norm_offset=architecture.norm_offset)
         predictors = take_predictors(inventory, model, names, enabled=options.predictor)
         unused = f"{names.output}.weight" if model.tied_embeddings else "(?!)"
@@ -99,7 +95,6 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
             local_inverse_frequency=local,
             matrices=matrices,
             vectors=vectors,
-            down_by_neuron=down_by_neuron,
             predictors=predictors,
             files=files.pop_all(),
         )

@@ -95,16 +95,8 @@ def take_joined_experts(inventory: Inventory, model: ModelSpec, layer: str, gate
         }
     else:
         joined = inventory.take_stack(f"{layer}{gate_up}", experts, width, 2 * neurons)
-        downs = inventory.take_stack(f"{layer}{down}", experts, neurons, width)
-        matrices = {
-            matrix: [
-                TransposedRows(
-                    part.name, part.file, part.offset, neurons, width, part.encoding, order, source_columns=2 * neurons
-                )
-                for part in joined
-            ]
-            for matrix, order in turns.items()
-        }
+        matrices = {matrix: [_transposed(part, neurons, order) for part in joined] for matrix, order in turns.items()}
+        downs = [_transposed(part, width) for part in inventory.take_stack(f"{layer}{down}", experts, neurons, width)]
     biases = inventory.take(f"{layer}{gate_up}_bias", experts, 2 * neurons)
     every = np.arange(experts)[:, None] * 2 * neurons
     as_column = replace(biases, rows=experts * 2 * neurons, columns=1)
@@ -117,6 +109,13 @@ def take_joined_experts(inventory: Inventory, model: ModelSpec, layer: str, gate
             },
             "down": (inventory.take(f"{layer}{down}_bias", experts, width),),
         },
+    )
+
+
+def _transposed(part: StoredMatrix, rows: int, order: RowNumbers | None = None) -> TransposedRows:
+    """Return columns of a stored matrix as rows. order: of the columns; None: all"""
+    return TransposedRows(
+        part.name, part.file, part.offset, rows, part.rows, part.encoding, order, source_columns=part.columns
     )
 
 

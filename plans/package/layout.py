@@ -339,15 +339,17 @@ def expert_layout(
     neurons: int,
     quantizations: Mapping[str, Quantization],
     *,
-    trigger_read_bytes: int,
-    value_read_bytes: int,
+    package: Quantization | None = None,
+    trigger_read_bytes: int | None = None,
+    value_read_bytes: int | None = None,
 ) -> Layout:
-    """Return the layout of experts that are read in place: each is one cluster, with Down by output.
+    """Return the layout of experts that are stored as wholes: each is one cluster, with Down by output.
 
-    quantizations: quantizations of gate, up and down in memory; the gate's is the package's
-    trigger_read_bytes, value_read_bytes: see `Layout`; whole pages
+    quantizations: quantizations of gate, up and down in memory
+    package: the package's quantization; None: the gate's
+    trigger_read_bytes, value_read_bytes: see `Layout`; whole pages; None: experts are in bundles.bin, as in memory
     """
-    package, places, ends = quantizations["gate"], [], {"trigger": 0, "value": 0}
+    package, places, ends = package or quantizations["gate"], [], {"trigger": 0, "value": 0}
     for name, quantization in quantizations.items():
         part: Part = "trigger" if name == "gate" else "value"
         rows, columns = (width, neurons) if name == "down" else (neurons, width)
@@ -359,8 +361,8 @@ def expert_layout(
     return Layout(
         cluster_neurons=neurons,
         clusters=1,
-        trigger_part_bytes=trigger_read_bytes,
-        value_part_bytes=value_read_bytes,
+        trigger_part_bytes=trigger_read_bytes or pages(ends["trigger"]) * PAGE_BYTES,
+        value_part_bytes=value_read_bytes or pages(ends["value"]) * PAGE_BYTES,
         block_neurons=neurons,
         blocks=1,
         neuron_order="source",

@@ -97,6 +97,16 @@ class Package:
                 f"that has them: `neuronpipe convert {shlex.quote(str(self.neurons_path))} -o PACKAGE`"
             )
 
+    def require_neurons(self, purpose: str) -> None:
+        """Raise UserError if experts are stored as wholes. purpose: the part of the message that says what needs their
+        neurons"""
+        if self.manifest.layout.down_by_output:
+            source = "SOURCE" if self.manifest.source_experts is None else shlex.quote(str(self.neurons_path))
+            raise UserError(
+                f"{self.path}: its experts are stored as wholes, and {purpose} needs them neuron by neuron: "
+                f"`neuronpipe convert {source} --by-neuron -o PACKAGE`"
+            )
+
     @cached_property
     def fixed(self) -> dict[str, TensorEntry]:
         """Positions of the fixed tensors in their file: exactly those that the manifest requires."""

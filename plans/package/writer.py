@@ -46,12 +46,13 @@ class Rows(NamedTuple):
 def pack_clusters(layout: Layout, matrices: Sequence[Rows]) -> NDArray[np.uint8]:
     """Return clusters in the form of bundles.bin, uint8 [clusters, stride]. Zeros pad the last cluster.
 
-    matrices: the rows of as many neurons for each of the layout's matrices
+    matrices: the rows of as many neurons for each of the layout's matrices; with Down by output those of whole experts
     """
-    count = layout.cluster_neurons
-    clusters = -(-len(matrices[0].quants) // count)
+    clusters = -(-len(matrices[0].quants) // layout.cluster_neurons)
     packed = np.zeros((clusters, layout.cluster_stride_bytes), dtype=np.uint8)
     for place, rows in zip(layout.matrices, matrices, strict=True):
+        is_by_output = layout.down_by_output and place.name == "down"
+        count = len(rows.quants) // clusters if is_by_output else layout.cluster_neurons
         for piece, offset in (
             (rows.quants, layout.part_offset(place.part) + place.quants),
             (rows.scales, layout.part_offset(place.scales_part) + place.scales),
@@ -252,8 +253,10 @@ class PackageWriter:
         self._tensors[PREDICTOR].append(name, values.astype("<f4", copy=False))
 
     def neurons(self, *matrices: Rows) -> None:
-        """Write the next neurons of an expert: whole clusters, or the last neurons of the expert. matrices: their rows,
-        in the layout's order of matrices."""
+        """Write the next neurons of an expert: whole clusters, or the last neurons of the expert.
+
+        matrices: their rows, in the layout's order of matrices; with Down by output those of a whole expert
+        """
         packed = pack_clusters(self._manifest.layout, matrices)
         self._files[BUNDLES].write(packed.data)
         self._files[CHECKSUMS].write(cluster_checksums(packed, self._manifest.layout).data)

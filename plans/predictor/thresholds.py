@@ -109,13 +109,15 @@ def remove_thresholds(package: Package) -> Package:
 
 
 def require_silu(package: Package) -> None:
-    """Raise UserError if the activation function is not silu, since other models need no thresholds."""
+    """Raise UserError if the activation function is not silu, since other models need no thresholds, or if neurons
+    cannot be left out."""
     activation = package.manifest.model.activation
     if activation != "silu":
         raise UserError(
             f"{package.path}: activation: --silent is for silu, and this model computes {activation}; "
             "take --mode exact or predicted"
         )
+    package.require_neurons("thresholded mode")
 
 
 def threshold_mask(manifest: Manifest) -> Mask:

@@ -75,6 +75,7 @@ def pull(
     *,
     quantization: RequestedQuantization | None,
     gates: Quantization | None,
+    by_neuron: bool = False,
     options: Options,
     overwrite: bool,
     command: Sequence[str],
@@ -85,7 +86,7 @@ def pull(
 ) -> tuple[Package, Need]:
     """Download and convert a repository's model to the package `name`. Return the package and the requirements.
 
-    options, quantization, gates, overwrite: as in `convert`
+    options, quantization, gates, by_neuron, overwrite: as in `convert`
     command: the words of the command that continues the pull
     agree: is called with the requirements before weights are downloaded; raises UserError to cancel the pull
     tell: is called with a line about the reason if the hub asks to wait
@@ -106,7 +107,9 @@ def pull(
                 Downloads(hub, snapshot, folder / SOURCE, tally.arrived) as downloads,
                 _opened(downloads, snapshot, reference, folder / SOURCE, options) as checkpoint,
             ):
-                conversion = Conversion(checkpoint, quantization=quantization, gates=gates, name=name)
+                conversion = Conversion(
+                    checkpoint, quantization=quantization, gates=gates, by_neuron=by_neuron, name=name
+                )
                 need = _prepare(downloads, snapshot, conversion, folder, tally)
                 agree(need)
                 begin(folder, Unfinished(str(reference), snapshot.commit, tuple(command)))

@@ -97,7 +97,7 @@ class PackageRequest:
     """The user's wishes for a package.
 
     name: None: the default name
-    quantization, gates, frequencies, importance, overwrite: as in `convert`
+    quantization, gates, by_neuron, frequencies, importance, overwrite: as in `convert`
     command: the words of the `convert` command that makes the package again, with absolute paths; empty for `make`
     may_be_in_place: whether experts may stay in the model's own files
     """
@@ -105,6 +105,7 @@ class PackageRequest:
     name: str | None = None
     quantization: RequestedQuantization | None = None
     gates: Quantization | None = None
+    by_neuron: bool = False
     frequencies: Path | None = None
     options: Options | None = None
     importance: MeasureImportance | None = None
@@ -325,6 +326,7 @@ def _make(
             experts=experts,
             quantization=request.quantization,
             gates=request.gates,
+            by_neuron=request.by_neuron,
             frequencies=request.frequencies,
             name=name,
         )

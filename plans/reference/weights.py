@@ -10,7 +10,7 @@ from neuronpipe.plans.convert.encodings import unpack_gguf
 from neuronpipe.plans.convert.quantize import decode
 from neuronpipe.plans.convert.stored_tensors import StoredMatrix
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.layout import MatrixPlace, Quantization, quant_bytes, scale_bytes
+from neuronpipe.plans.package.layout import MatrixPlace, quant_bytes, scale_bytes
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.source_experts import SourceExperts, expert_bytes
 from neuronpipe.plans.package.writer import Rows, cluster_checksums
@@ -76,15 +76,7 @@ class PackageWeights:
         start, stop = layout.offset_bytes(first), layout.offset_bytes(first + layout.clusters)
         clusters = self._files[0][start:stop].reshape(layout.clusters, -1)
         self._require_checksums(clusters, first, layer, expert)
-        return tuple(
-            self._pieces(
-                clusters,
-                layout.part_offset(matrix.part) + matrix.quants,
-                layout.part_offset(matrix.scales_part) + matrix.scales,
-                matrix.quantization or manifest.quantization,
-            )
-            for matrix in layout.matrices
-        )
+        return tuple(self._in_clusters(clusters, matrix) for matrix in layout.matrices)
 
     def _in_place(self, experts: SourceExperts, place: MatrixPlace, layer: int, expert: int) -> Array:
         """Return a matrix of an expert that is read in place, with the values that the engine computes with."""
@@ -98,8 +90,11 @@ class PackageWeights:
         rows = unpack_gguf(stored.encoding, source.reshape(count, -1), columns, quantization)
         if rows is None:
             raise UserError(f"{self._package.neurons_path}: layer {layer}, expert {expert}: values do not fit: damaged")
-        weights = decode(quantization, rows)
-        return np.ascontiguousarray(weights.T) if place.name == "down" else weights
+        return self._by_neuron(place, decode(quantization, rows))
+
+    def _by_neuron(self, place: MatrixPlace, weights: Array) -> Array:
+        is_by_output = place.name == "down" and self._manifest.layout.down_by_output
+        return np.ascontiguousarray(weights.T) if is_by_output else weights
 
     def _require_checksums(self, clusters: NDArray[np.uint8], first: int, layer: int, expert: int) -> None:
         layout = self._manifest.layout
@@ -112,20 +107,20 @@ class PackageWeights:
                 "does not match its checksum: damaged; convert the model again"
             )
 
-    def _pieces(
-        self, clusters: NDArray[np.uint8], quants_offset: int, scales_offset: int, quantization: Quantization
-    ) -> Array:
-        width, count = self._manifest.model.width, self._manifest.layout.cluster_neurons
+    def _in_clusters(self, clusters: NDArray[np.uint8], place: MatrixPlace) -> Array:
+        """Return a matrix of an expert, [neurons, width]. clusters: the expert's, in the form of bundles.bin"""
+        layout, quantization = self._manifest.layout, place.quantization or self._manifest.quantization
+        count, columns = layout.rows_and_columns(place.name, self.model.width)
 
         def piece(offset: int, row_bytes: int) -> NDArray[np.uint8]:
             part = clusters[:, offset : offset + count * row_bytes]
             return np.ascontiguousarray(part.reshape(len(clusters) * count, row_bytes))
 
         rows = Rows(
-            piece(quants_offset, quant_bytes(quantization, width)),
-            piece(scales_offset, scale_bytes(quantization, width)),
+            piece(layout.part_offset(place.part) + place.quants, quant_bytes(quantization, columns)),
+            piece(layout.part_offset(place.scales_part) + place.scales, scale_bytes(quantization, columns)),
         )
-        return decode(quantization, rows)[: self._manifest.model.neurons]
+        return self._by_neuron(place, decode(quantization, rows))[: self.model.neurons]
 
 
 class CheckpointWeights:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
-from neuronpipe.plans.package.layout import CODEBOOK_QUANTIZATIONS, MINIMUM_QUANTIZATIONS, Quantization, compute_layout
+from neuronpipe.plans.package.layout import CODEBOOK_QUANTIZATIONS, MINIMUM_QUANTIZATIONS, Quantization
 from neuronpipe.plans.package.manifest import (
     EMBEDDINGS,
     MANIFEST,
@@ -21,6 +21,7 @@ from neuronpipe.plans.package.manifest import (
     SilentLayer,
     Source,
 )
+from neuronpipe.plans.package.model_layout import layout_of_model
 from neuronpipe.plans.package.predictor_writer import FiringShares, LayerFactors, SideFactor, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_vectors
@@ -99,7 +100,7 @@ SPECS = {
         activation="clamped_swiglu", activation_limit=1.0, qkv_bias=True, output_bias=True, ffn_bias=True, **COMMON,
     ),
     "glm": ModelSpec(
-        family="llama", width=96, neurons=100, experts=8, experts_per_token=3, shared_experts=2, router="sigmoid",
+        family="llama", width=96, neurons=160, experts=8, experts_per_token=3, shared_experts=2, router="sigmoid",
         choosing_bias=True, router_groups=4, groups_per_token=2, routed_scale=1.8, joint_norm=True,
         layer_kinds=(LayerKind(1, dense_experts=3), LayerKind(2, 20)), query_heads=6, key_heads=2, head_width=32,
         activation="silu", qkv_bias=True, **COMMON,
@@ -120,7 +121,7 @@ SPECS = {
         head_width=40, latent_width=64, rotary_width=16, value_width=16, activation="silu", **COMMON,
     ),
     "latents of a mixture": ModelSpec(
-        family="llama", width=160, neurons=100, experts=8, experts_per_token=3, shared_experts=2, router_groups=4,
+        family="llama", width=160, neurons=96, experts=8, experts_per_token=3, shared_experts=2, router_groups=4,
         groups_per_token=2, groups_by_best=True, normalized_shares=False, routed_scale=1.8,
         layer_kinds=(LayerKind(1, dense_experts=3), LayerKind(2)), query_heads=5, key_heads=1, head_width=112,
         latent_width=96, rotary_width=32, value_width=128, query_rank=224, attention_scale=0.7, rotary_scale=1.2,
@@ -181,7 +182,7 @@ SPECS = {
         state_key_width=25, state_value_width=80, convolution_tokens=4, activation="silu", **COMMON,
     ),
     "mixture with deltanet": ModelSpec(
-        family="llama", width=96, neurons=100, experts=7, experts_per_token=2, shared_experts=1, shared_gate=True,
+        family="llama", width=96, neurons=64, experts=7, experts_per_token=2, shared_experts=1, shared_gate=True,
         layer_kinds=(LayerKind(1), LayerKind(2, mixer="deltanet")), query_heads=3, key_heads=1, head_width=32,
         gated_attention=True, state_heads=2, state_key_heads=2, state_key_width=16, state_value_width=144,
         convolution_tokens=3, convolution_bias=True, activation="silu", **COMMON,
@@ -236,14 +237,8 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
     10. Biases of Up leave few neurons firing. q3: of gates, and the rest is q4."""
     random = np.random.default_rng(1)
     quantization, gates = ("q4", quantization) if quantization == "q3" else (quantization, None)
-    layout = compute_layout(
-        quantization,
-        model.width,
-        model.neurons,
-        model.ffn_matrices,
-        "source",
-        differing={"gate": gates, "down": RECIPES[quantization].down},
-        read_whole=model.read_whole,
+    layout = layout_of_model(
+        model, quantization, "source", differing={"gate": gates, "down": RECIPES[quantization].down}
     )
     manifest = Manifest(
         name=target.name, source=Source("synthetic", target.name, "random"), model=model, quantization=quantization,
@@ -261,7 +256,10 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
         for _ in range(model.ffns):
             scales = [width**-0.5 for width in (model.width, 4 * model.neurons)]
             deviations = [scales[matrix == "down"] for matrix in model.ffn_matrices]
-            rows_of = [_normal(random, (model.neurons, model.width), deviation) for deviation in deviations]
+            by_neuron, by_output = (model.neurons, model.width), (model.width, model.neurons)
+            by_name = {"down": by_output} if layout.down_by_output else {}
+            shapes = [by_name.get(name, by_neuron) for name in model.ffn_matrices]
+            rows_of = [_normal(random, shape, deviation) for shape, deviation in zip(shapes, deviations, strict=True)]
             encoded = [place.quantization or quantization for place in layout.matrices]
             writer.neurons(*(encode(own, rows) for own, rows in zip(encoded, rows_of, strict=True)))
         writer.complete(tokenizer(model.vocabulary).to_str().encode(), {})

@@ -159,7 +159,7 @@ def test_who_takes_part_and_whose_blocks_are_which_may_change_with_every_step(
         package, _ = give_predictor(write_package(tmp_path / "package", SPECS[name], "q8"), TEXT)
     blocks = package.manifest.layout.blocks
     everything = blocks * package.manifest.model.most_experts
-    assert blocks >= 2
+    assert blocks >= 2 or package.manifest.layout.down_by_output
     half, rest = (0, blocks // 2), (blocks // 2, blocks)
     stories: list[Ranges] = [
         [(0, blocks)] * 3,

@@ -114,6 +114,11 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
         help="smaller quantization for the gate matrices; the others are q4 then",
     )
     parser.add_argument(
+        "--by-neuron",
+        action="store_true",
+        help="store a mixture's experts neuron by neuron, as thresholded mode needs them, also if all neurons fire",
+    )
+    parser.add_argument(
         "--activation",
         choices=SELECTABLE_ACTIVATIONS,
         help="activation of the feed-forward layers, if the source states none or a wrong one",
@@ -150,7 +155,9 @@ def conversion_words(arguments: argparse.Namespace) -> list[str]:
         if (value := getattr(arguments, name)) is not None:
             name = "bits" if isinstance(value, float) else name
             words += [f"--{name.replace('_', '-')}", str(value.absolute() if isinstance(value, Path) else value)]
-    return words if arguments.predictor else [*words, "--no-predictor"]
+    for flag, is_given in (("--by-neuron", arguments.by_neuron), ("--no-predictor", not arguments.predictor)):
+        words += [flag] if is_given else []
+    return words
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -205,6 +212,7 @@ def _convert_by_name(arguments: argparse.Namespace, report: Report) -> Package:
         name=arguments.name,
         quantization=arguments.quantization,
         gates=arguments.gates,
+        by_neuron=arguments.by_neuron,
         frequencies=arguments.frequencies,
         options=conversion_options(arguments),
         importance=_importance(arguments),
@@ -223,6 +231,7 @@ def _convert_to_folder(
             folder,
             quantization=quantization,
             gates=None if quantization == "f16" else arguments.gates,
+            by_neuron=arguments.by_neuron,
             activation=arguments.activation,
             frequencies=arguments.frequencies,
             tokenizer=arguments.tokenizer,

@@ -60,6 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
                 name,
                 quantization=arguments.quantization,
                 gates=arguments.gates,
+                by_neuron=arguments.by_neuron,
                 options=conversion_options(arguments),
                 command=_command(arguments, name),
                 overwrite=arguments.overwrite,

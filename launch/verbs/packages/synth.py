@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reads", choices=("attention", "feed_forward"), default="attention", help="input of the predictor"
     )
+    parser.add_argument(
+        "--by-neuron", action="store_true", help="store experts neuron by neuron, also if all neurons fire"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing package")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -94,6 +97,7 @@ def _synthesize(arguments: argparse.Namespace) -> Package:
             arguments.output,
             seed=arguments.seed,
             gates=arguments.gates,
+            by_neuron=arguments.by_neuron,
             reads=arguments.reads,
             predictor_quantization=arguments.predictor_quantization,
             overwrite=arguments.overwrite,

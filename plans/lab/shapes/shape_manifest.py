@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from neuronpipe.plans.lab.shapes.models import SimulatedModel
 from neuronpipe.plans.number_format import show_number
-from neuronpipe.plans.package.layout import NeuronOrder, compute_layout
+from neuronpipe.plans.package.layout import NeuronOrder
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
     CHECKSUMS,
@@ -25,6 +25,7 @@ from neuronpipe.plans.package.manifest import (
     Source,
     package_rank,
 )
+from neuronpipe.plans.package.model_layout import layout_of_model
 from neuronpipe.plans.package.safetensors_header import file_bytes
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 
@@ -36,7 +37,7 @@ def manifest_of_shape(shape: SimulatedModel) -> Manifest:
     """Return the manifest of a q4 package of a shape, with a predictor if its activation is dReLU."""
     spec = shape.spec
     order: NeuronOrder = "source" if spec.all_neurons_fire else "frequency"
-    layout = compute_layout("q4", spec.width, spec.neurons, spec.ffn_matrices, order, read_whole=spec.read_whole)
+    layout = layout_of_model(spec, "q4", order)
     clusters = spec.ffns * layout.clusters
     predictor = _predictor(shape) if spec.activation == "drelu" else None
     manifest = Manifest(

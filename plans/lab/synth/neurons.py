@@ -17,7 +17,7 @@ from neuronpipe.plans.lab.synth.prediction import BlockPredictor, Prediction
 from neuronpipe.plans.lab.synth.shapes import Coordinates
 from neuronpipe.plans.lab.synth.tokens import STATE_POWER, CalibrationSequences
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.manifest import PredictorQuality
 from neuronpipe.plans.package.predictor_writer import LayerFactors
 from neuronpipe.plans.package.writer import Rows
@@ -93,7 +93,8 @@ class _Inputs:
 class _Block:
     """The neurons of a block.
 
-    sizes: scale of each row of Down, without that of the feed-forward
+    down: codes of Down by neuron, or by output
+    sizes: scale of each neuron's weights of Down, without that of the feed-forward
     written: output without that scale [tokens, written]
     activity, fired: figures of Firing for each neuron
     """
@@ -116,6 +117,7 @@ class Neurons:
     change: output for these tokens, of the coordinates that feed-forwards write [tokens, written]
     down_scale: scale of all rows of Down
     gates: quantization of gates
+    by_output: Down has a row for each output
     """
 
     blocks: list[_Block]
@@ -125,16 +127,30 @@ class Neurons:
     places: Coordinates
     prediction: Prediction | None
     gates: Quantization
+    by_output: bool
 
     def rows(self) -> Iterator[tuple[Rows, Rows, Rows]]:
-        """Yield the rows of Gate, Up and transposed Down, block by block."""
+        """Yield the rows of Gate, Up and transposed Down, block by block; with Down by output all at once."""
         written = self.places.feed_forward
-        for block in self.blocks:
+        if self.by_output:
+            yield self._whole()
+        for block in self.blocks if not self.by_output else ():
             down = codes.zero_rows(len(block.down), self.places.state.stop)
             down.quants[:, codes.code_bytes(written)] = block.down
             down.scales.view(Half)[:, codes.code_groups(written)] = (block.sizes * self.down_scale)[:, None]
-            gate = Rows(q3_of_q4(block.gate.quants), block.gate.scales) if self.gates == "q3" else block.gate
-            yield gate, block.up, down
+            yield self._stored_gate(block.gate), block.up, down
+
+    def _stored_gate(self, gate: Rows) -> Rows:
+        return Rows(q3_of_q4(gate.quants), gate.scales) if self.gates == "q3" else gate
+
+    def _whole(self) -> tuple[Rows, Rows, Rows]:
+        gate = Rows(*map(np.concatenate, zip(*(block.gate for block in self.blocks), strict=True)))
+        up = Rows(*map(np.concatenate, zip(*(block.up for block in self.blocks), strict=True)))
+        down = codes.zero_rows(self.places.state.stop, len(gate.quants))
+        down.quants[self.places.feed_forward] = np.concatenate([block.down for block in self.blocks], axis=1)
+        sizes = np.concatenate([block.sizes for block in self.blocks])[::GROUP_WEIGHTS]
+        down.scales.view(Half)[self.places.feed_forward] = sizes * self.down_scale
+        return self._stored_gate(gate), up, down
 
     def firing(self, recall: float) -> Firing:
         """Return the activation statistics, and the predictor that reaches `recall`."""
@@ -155,17 +171,30 @@ class Pending:
     places: Coordinates
     power: float  # requested variance of the output
     gates: Quantization
+    by_output: bool
 
     def result(self) -> Neurons:
         blocks = [block.result() for block in self.blocks]
         written = np.sum([block.written for block in blocks], axis=0)
         factor = np.sqrt(self.power / written.var(axis=0).sum())
-        layer = self.inputs.layer
-        return Neurons(blocks, self.inputs.tokens, written * factor, factor, self.places, layer.prediction, self.gates)
+        return Neurons(
+            blocks,
+            self.inputs.tokens,
+            written * factor,
+            factor,
+            self.places,
+            self.inputs.layer.prediction,
+            self.gates,
+            self.by_output,
+        )
 
 
 class NeuronMaker:
-    """A maker of a model's feed-forwards."""
+    """A maker of a model's feed-forwards.
+
+    block_neurons: neurons that are computed at once; with Down by output whole groups
+    by_output: make Down with a row for each output
+    """
 
     def __init__(
         self,
@@ -176,8 +205,10 @@ class NeuronMaker:
         seed: int,
         pool: ThreadPoolExecutor,
         gates: Quantization = "q4",
+        *,
+        by_output: bool = False,
     ) -> None:
-        self._gates = gates
+        self._gates, self._by_output = gates, by_output
         self._model, self._places, self._sequences = model, places, sequences
         self._block_neurons, self._seed, self._pool = block_neurons, seed, pool
 
@@ -211,7 +242,7 @@ class NeuronMaker:
         active_experts = model.active_experts(model.place_of(ffn)[0])
         power = FEED_FORWARD_POWER * active_experts * (STATE_POWER * model.width)
         blocks = [self._pool.submit(self._block, inputs, start) for start in starts]
-        return Pending(inputs, blocks, self._places, power, self._gates)
+        return Pending(inputs, blocks, self._places, power, self._gates, self._by_output)
 
     def _tokens(self, layer: LayerInput, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], slice]:
         independent = self._sequences.independent
@@ -283,10 +314,15 @@ class NeuronMaker:
         written, prediction = self._places.feed_forward, inputs.layer.prediction
         inner = gated_values(self._model, gates, ups)
         active = inner != 0
-        down = codes.random_codes(len(gate.quants), written.stop - written.start, random)
+        neurons, outputs = len(gate.quants), written.stop - written.start
+        rows, columns = (outputs, neurons) if self._by_output else (neurons, outputs)
+        down = codes.random_codes(rows, columns, random)
         power, mean = np.einsum("tn,tn->n", inner, inner) / len(inner), inner.mean(axis=0)
         sizes = np.sqrt(np.maximum(power - np.square(mean), 0)) / np.maximum(np.sqrt(power), 1e-6)
         weights = decode("q4", Rows(down, codes.equal_scales(down)))
+        if self._by_output:  # the neurons of a group have one scale
+            weights, groups = weights.T, sizes.reshape(-1, GROUP_WEIGHTS)
+            sizes = np.repeat(np.sqrt(np.square(groups).mean(axis=1)), GROUP_WEIGHTS)
         return _Block(
             gate=gate,
             up=up,

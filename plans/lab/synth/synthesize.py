@@ -31,7 +31,7 @@ from neuronpipe.plans.lab.synth.tokens import (
     workload,
 )
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.layout import NeuronOrder, Quantization, compute_layout
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, NeuronOrder, Quantization
 from neuronpipe.plans.package.manifest import (
     Manifest,
     Predictor,
@@ -40,6 +40,7 @@ from neuronpipe.plans.package.manifest import (
     Source,
     Workload,
 )
+from neuronpipe.plans.package.model_layout import layout_of_model
 from neuronpipe.plans.package.predictor_writer import FiringShares, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_vectors, recurrent_vectors
@@ -68,6 +69,7 @@ def synthesize(
     reads: PredictorInput = "attention",
     predictor_quantization: Quantization = "q4",
     gates: Quantization | None = None,
+    by_neuron: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Package:
@@ -76,21 +78,14 @@ def synthesize(
 
     reads: input of the predictors; those of a mixture always read "feed_forward"
     gates: quantization of gates; None: that of the other matrices
+    by_neuron: see `layout_of_model`
     progress: receives the bytes of neurons that are written, and all bytes of neurons
     """
     if model.experts > 1:
         reads = "feed_forward"
     places, work = coordinates(model.width), workload(model, seed)
     order: NeuronOrder = "source" if model.all_neurons_fire else "frequency"
-    layout = compute_layout(
-        "q4",
-        model.width,
-        model.neurons,
-        model.ffn_matrices,
-        order,
-        differing={"gate": gates},
-        read_whole=model.read_whole,
-    )
+    layout = layout_of_model(model, "q4", order, differing={"gate": gates}, by_neuron=by_neuron)
     manifest = Manifest(
         name=name, source=Source("synthetic", name, model.activation), model=model, quantization="q4", end_tokens=(),
         layout=layout, files={}, quantization_error={}, fired_by_layer=None, workload=work,
@@ -114,8 +109,17 @@ def synthesize(
         writer.vector("output_norm", norm_weights)
         attention = AttentionMaker(model, places, frequencies, sequences, seed, pool)
         recurrent = RecurrentMaker(model, places, sequences, seed, pool)
-        block_neurons = BLOCK_NEURONS // layout.cluster_neurons * layout.cluster_neurons
-        maker = NeuronMaker(model, places, sequences, block_neurons, seed, pool, gates or "q4")
+        granule = GROUP_WEIGHTS if layout.down_by_output else layout.cluster_neurons
+        maker = NeuronMaker(
+            model,
+            places,
+            sequences,
+            BLOCK_NEURONS // granule * granule,
+            seed,
+            pool,
+            gates or "q4",
+            by_output=layout.down_by_output,
+        )
         routed_before: Array | None = None
         for layer in range(model.layers):
             prefix, layer_input = f"layers.{layer}", x

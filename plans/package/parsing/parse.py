@@ -91,14 +91,15 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     chat = _parse_chat(record.record("chat")) if record.has("chat") else None
     profiles = parse_profiles(record.records("profiles"), model) if record.has("profiles") else ()
     optional = {PREDICTOR: predictor is not None, CHAT_TEMPLATE: chat is not None, ACTIVITY: bool(profiles)}
-    layout = _parse_layout(record.record("layout"), model, quantization)
+    silent = parse_silent(record.record("silent"), model) if record.has("silent") else None
+    layout = _parse_layout(record.record("layout"), model, quantization, in_place=record.has("source_experts"))
+    if silent is not None and layout.down_by_output:
+        record.fail("silent", "thresholds need neurons in clusters, and this package has Down by output")
     experts = None
     if record.has("source_experts"):
         experts = parse_experts(
             record.record("source_experts"), model, layout, quantization, _shared_bytes(record.record("files"))
         )
-    if layout.down_by_output != (experts is not None):
-        record.fail("layout.down_by_output", "is for experts that are read in place: source_experts")
     manifest = Manifest(
         name=record.line("name"),
         source=_parse_source(record.record("source")),
@@ -111,7 +112,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         fired_by_layer=activity[0],
         trigger_fired_by_layer=activity[1],
         predictor=predictor,
-        silent=parse_silent(record.record("silent"), model) if record.has("silent") else None,
+        silent=silent,
         npu=parse_npu(record.record("npu"), model) if record.has("npu") else None,
         profiles=profiles,
         workload=_parse_workload(record.record("workload"), model.vocabulary) if record.has("workload") else None,
@@ -223,7 +224,7 @@ def _parse_end_tokens(record: Record, vocabulary: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _parse_layout(record: Record, model: ModelSpec, quantization: Quantization) -> Layout:
+def _parse_layout(record: Record, model: ModelSpec, quantization: Quantization, *, in_place: bool) -> Layout:
     if quantization != "f16" and (any(length % 32 for length in row_lengths(model).values())):
         record.fail("cluster_neurons", f"{quantization} needs row lengths that are multiples of 32")
     matrices = record.record("matrices")
@@ -243,7 +244,7 @@ def _parse_layout(record: Record, model: ModelSpec, quantization: Quantization) 
     matrices.finish()
     stride = record.integer("cluster_stride_bytes", PAGE_BYTES, 2 * MAX_PART_BYTES)
     record.finish()
-    _check_layout(layout, stride, model, quantization, record)
+    _check_layout(layout, stride, model, quantization, record, in_place=in_place)
     return layout
 
 
@@ -270,7 +271,10 @@ def _parse_matrix(record: Record, name: str, trigger: str, quantization: Quantiz
     return matrix
 
 
-def _check_layout(layout: Layout, stride: int, model: ModelSpec, quantization: Quantization, record: Record) -> None:
+def _check_layout(
+    layout: Layout, stride: int, model: ModelSpec, quantization: Quantization, record: Record, *, in_place: bool
+) -> None:
+    """Raise UserError if a layout contradicts itself or the model. in_place: matrices have the offsets of slots"""
     if len({matrix.scales_part for matrix in layout.matrices[1:]}) > 1:
         record.fail("matrices.down.scales_part", "the scales of the value part's matrices lie in one part")
     count = layout.cluster_neurons
@@ -298,7 +302,7 @@ def _check_layout(layout: Layout, stride: int, model: ModelSpec, quantization: Q
         used[part].append((offset, offset + size_bytes, name))
     part_sizes = {"trigger": layout.trigger_part_bytes, "value": layout.value_part_bytes}
     for name_of_part, bytes_of_part in part_sizes.items():
-        part_bytes, end = MAX_PART_BYTES if layout.down_by_output else bytes_of_part, 0
+        part_bytes, end = MAX_PART_BYTES if in_place else bytes_of_part, 0
         for start, stop, name in sorted(used[name_of_part]):
             if start < end or stop > part_bytes:
                 record.fail(

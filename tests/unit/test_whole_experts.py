@@ -1,0 +1,95 @@
+"""Experts that a package stores as wholes: of which models, with which values, and what needs neurons instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from neuronpipe.launch.cli import main
+from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.convert.conversion import open_checkpoint
+from neuronpipe.plans.lab.gguf_counterpart import write_gguf_counterpart
+from neuronpipe.plans.lab.synth.shapes import SHAPES
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.manifest import Silent, SilentLayer
+from neuronpipe.plans.package.model_layout import layout_of_model
+from neuronpipe.plans.package.parsing.parse import parse_manifest
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.reference.weights import CheckpointWeights, PackageWeights
+from neuronpipe.protocol.errors import UserError
+
+from tests.conformance.specs import SPECS, write_package
+from tests.unit.test_gguf_counterpart import MIXTURES
+
+MIXTURE = replace(MIXTURES["qwen3moe"], neurons=256)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_whole"),
+    [
+        (SHAPES["qwen3-moe-100m"], True),
+        (SHAPES["qwen3.6-35b-a3b"], True),
+        (SHAPES["gpt-oss-20b"], True),
+        (replace(SHAPES["qwen3-moe-100m"], experts=1, experts_per_token=1), False),  # would be resident all or not
+        (replace(SHAPES["qwen3-moe-100m"], neurons=100), False),  # rows of Down are no whole groups
+        (replace(SHAPES["qwen3-moe-100m"], activation="relu"), False),  # most neurons of an expert are not needed
+        (replace(SHAPES["qwen3.6-35b-a3b"], width=4096, neurons=14336), False),  # 176 M weights are no unit to read
+    ],
+)
+def test_experts_are_whole_where_every_neuron_of_a_small_expert_fires(model: ModelSpec, is_whole: bool) -> None:
+    layout = layout_of_model(model, "q4", "source")
+    assert layout.down_by_output is is_whole
+    assert (layout.clusters == 1) is is_whole
+    assert not layout_of_model(model, "q4", "source", by_neuron=True).down_by_output
+
+
+@pytest.mark.parametrize(("preset", "down"), [("Q4_0", "q4"), ("MXFP4", "mxfp4"), ("Q8_0", "q8"), ("Q4_K_M", "q5k")])
+def test_down_keeps_the_values_of_the_file_unless_its_layers_differ(tmp_path: Path, preset: str, down: str) -> None:
+    """In Q4_K_M some layers have Down in Q6_K, so all are encoded again. By neuron no encoding could be kept."""
+    path = tmp_path / "m.gguf"
+    write_gguf_counterpart(path, MIXTURE, seed=1, preset=preset)
+    package = convert(path, tmp_path / "p")
+    assert package.manifest.row_quantization("down") == down
+    weights = PackageWeights(package)
+    with open_checkpoint(path, Options()) as checkpoint:
+        stored = CheckpointWeights(checkpoint)
+        for layer, expert in ((0, 0), (1, 7)):
+            *rows, of_down = zip(weights.neurons(layer, expert), stored.neurons(layer, expert), strict=True)
+            for ours, theirs in rows:
+                np.testing.assert_array_equal(ours, theirs)
+            error = np.linalg.norm(of_down[0] - of_down[1]) / np.linalg.norm(of_down[1])
+            assert error <= (0.04 if preset == "Q4_K_M" else 0.0)
+    by_neuron = convert(path, tmp_path / "n", by_neuron=True)
+    assert by_neuron.manifest.layout.clusters > 1
+    assert by_neuron.manifest.row_quantization("down") == {"Q4_0": "q5k", "MXFP4": "q6k"}.get(preset, down)
+
+
+def test_what_needs_neurons_says_how_to_get_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    package = write_package(tmp_path / "p", SPECS["glm"], "q8")
+    (tmp_path / "text.txt").write_text("one two three " * 400)
+    for options in (("--silent", "50%", "--text", str(tmp_path / "text.txt")), ("--activity", "--reorder")):
+        assert main(["profile", str(package.path), *options]) == 2
+        said = capfd.readouterr().err
+        assert "its experts are stored as wholes" in said
+        assert "`neuronpipe convert SOURCE --by-neuron -o PACKAGE`" in said
+
+
+def test_thresholds_and_whole_experts_contradict_each_other(tmp_path: Path) -> None:
+    manifest = write_package(tmp_path / "p", SPECS["glm"], "q8").manifest
+    silent = Silent(0.5, (SilentLayer(0.1, 0.5),) * manifest.model.layers, "t", 9, 9, 9.0, 9.1)
+    with pytest.raises(UserError, match="silent: thresholds need neurons in clusters"):
+        parse_manifest(replace(manifest, silent=silent).sealed().to_bytes(), "m")
+
+
+def test_damage_to_a_whole_expert_is_found(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "p", SPECS["glm"], "q8")
+    with package.bundles_path.open("r+b") as file:
+        file.seek(package.manifest.layout.cluster_stride_bytes + package.manifest.layout.trigger_part_bytes)
+        file.write(b"\1\2\3")
+    weights = PackageWeights(Package.open(package.path))
+    weights.neurons(0, 0)
+    with pytest.raises(UserError, match="does not match its checksum"):
+        weights.neurons(0, 1)
