@@ -62,6 +62,7 @@ def warm_counts(pinned: Sequence[int], clusters: int, slots: int) -> tuple[int, 
     """Return how many first clusters of each feed-forward to load during warm-up.
 
     These are all pinned clusters and, of every feed-forward, as many clusters as slots allow, the same number of each.
+    Slots that are left get one more cluster of feed-forwards that lie evenly among all: an expert may be one cluster.
 
     pinned: pinned clusters of each feed-forward
     clusters: clusters of one feed-forward
@@ -73,7 +74,12 @@ def warm_counts(pinned: Sequence[int], clusters: int, slots: int) -> tuple[int, 
             low = level
         else:
             high = level - 1
-    return tuple(max(low, count) for count in pinned)
+    counts = [max(low, count) for count in pinned]
+    may_grow = [number for number, count in enumerate(counts) if count == low < clusters]
+    left = max(0, min(slots - sum(counts), len(may_grow)))
+    for n in range(left):
+        counts[may_grow[n * len(may_grow) // left]] += 1
+    return tuple(counts)
 
 
 def pins_within(counts: tuple[int, ...], slots: int, moving: int, clusters: int) -> tuple[int, ...]:

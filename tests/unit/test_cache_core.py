@@ -44,7 +44,7 @@ def test_the_first_clusters_of_each_layer_are_warmed_up_and_leave_the_stock_free
     triggers, values = region(slots=9), region(slots=9, part=1)
     first, second = warm_ups(triggers, values)
     assert (first.parts, first.pinned, list(first)) == (3, True, [0, 4, 8])
-    assert (second.parts, second.pinned, list(second)) == (3, False, [1, 5, 9])
+    assert (second.parts, second.pinned, list(second)) == (3, False, [1, 2, 5, 9])
     assert len(first) + len(second) + triggers.reserve <= triggers.slots
 
 
@@ -54,7 +54,7 @@ def test_what_an_accelerator_computes_is_not_warmed_up_unless_everything_stays()
         for part in (0, 1)
     )
     (warm,) = warm_ups(triggers, values)
-    assert (warm.parts, warm.pinned, list(warm)) == (3, False, [2, 6, 10])
+    assert (warm.parts, warm.pinned, list(warm)) == (3, False, [2, 3, 6, 7, 10])
     everything = [
         dataclasses.replace(one, slots=12, reserve=0, pinned=(4, 4, 4), part=part)  # type: ignore[arg-type]
         for part, one in enumerate((triggers, values))
@@ -94,9 +94,17 @@ def test_after_a_reset_a_slot_is_either_named_by_a_word_or_free() -> None:
 
 
 def test_what_memory_has_besides_the_pins_is_warmed_up_alike_where_little_stays() -> None:
-    assert region(slots=9, pinned=(0, 4, 1)).warm() == (1, 4, 1)
-    assert region(slots=11, pinned=(0, 4, 1)).warm() == (2, 4, 2)
+    assert region(slots=9, pinned=(0, 4, 1)).warm() == (2, 4, 1)
+    assert region(slots=11, pinned=(0, 4, 1)).warm() == (3, 4, 2)
     assert region(slots=12, reserve=0, pinned=(0, 0, 0)).warm() == (4, 4, 4)
+
+
+def test_experts_of_one_cluster_are_warmed_up_evenly_among_all_layers() -> None:
+    """They were not at all, unless every one had a slot: no layer could have one cluster of each expert."""
+    experts = Region(part=0, slots=8, reserve=2, clusters=12, pinned=(0,) * 12)
+    assert experts.warm() == (1, 0) * 6
+    assert dataclasses.replace(experts, slots=13).warm() == (1,) * 11 + (0,)
+    assert sum(dataclasses.replace(experts, slots=11).warm()) == 9
 
 
 @given(used=st.sets(st.integers(0, 29)), counts=st.lists(st.integers(0, 9)))
