@@ -28,11 +28,7 @@ def copy_gguf(
     """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in OMITTED:
-            continue
-        item_type = field.types[-1] if len(field.types) > 1 else None
-        writer.add_key_value(field.name, field.contents(), field.types[0], item_type)
+    _copy_fields(reader, writer)
     for tensor in reader.tensors:
         shape, kind = tuple(reversed(tensor.shape.tolist())), type_of(tensor)
         stored_shape = gguf.quants.quant_shape_to_byte_shape(shape, kind)
@@ -53,15 +49,41 @@ def copy_gguf(
     writer.close()
 
 
-def write_mxfp4(source: Path, target: Path, *, attention: bool = True) -> None:
-    """Write a copy whose layers' matrices are MXFP4. llama.cpp writes this type only for experts.
+def write_mixture(source: Path, target: Path, kind: GGMLQuantizationType, *, experts: int = 4, active: int = 2) -> None:
+    """Write a dense model of llama.cpp's architecture `llama` as a mixture with the same results: every expert is a
+    copy of the feed-forward, and the shares of the chosen ones add up to 1.
 
-    attention: those of attention too
+    kind: encoding of the experts; the other matrices get Q8_0, as llama.cpp's preset for MXFP4 has them
+    experts, active: number of experts of a layer, and of those that compute a token; which ones is random
     """
-    kinds = r"attn_[qkv]|attn_output|ffn_(gate|up|down)" if attention else r"ffn_(gate|up|down)"
+    reader, random = gguf.GGUFReader(source), np.random.default_rng(1)
+    writer = gguf.GGUFWriter(target, "llama")
+    _copy_fields(reader, writer)
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(active)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        is_plain = len(tensor.shape) == 1 or tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
+        if match := re.fullmatch(r"(blk\.\d+\.)ffn_(gate|up|down)\.weight", tensor.name):
+            encoded = gguf.quants.quantize(values, kind)
+            writer.add_tensor(f"{match[1]}ffn_{match[2]}_exps.weight", np.stack([encoded] * experts), raw_dtype=kind)
+            if match[2] == "gate":
+                router = random.standard_normal((experts, values.shape[1])).astype(np.float32)
+                writer.add_tensor(f"{match[1]}ffn_gate_inp.weight", router)
+        elif is_plain:
+            writer.add_tensor(tensor.name, values)
+        else:
+            q8 = GGMLQuantizationType.Q8_0
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, q8), raw_dtype=q8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
-    def type_of(tensor: gguf.ReaderTensor) -> GGMLQuantizationType:
-        is_layers = re.fullmatch(rf"blk\.\d+\.({kinds})\.weight", tensor.name)
-        return GGMLQuantizationType.MXFP4 if is_layers else tensor.tensor_type
 
-    copy_gguf(source, target, type_of)
+def _copy_fields(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in OMITTED:
+            continue
+        item_type = field.types[-1] if len(field.types) > 1 else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], item_type)

