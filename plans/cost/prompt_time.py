@@ -2,8 +2,8 @@
 
 | term | meaning |
 |---|---|
-| panels | attention's matrices times the tokens of a chunk, and gates of each expert times the tokens that chose it |
-| values | Up and Down rows of the active neurons, for each token by itself, from the processor's cache |
+| panels | attention's matrices times the tokens of a chunk; gates, or whole experts, times the tokens that chose them |
+| values | otherwise Up and Down rows of the active neurons, for each token by itself, from the processor's cache |
 | attention | each token's heads times the keys and values before it, from the processor's cache |
 | gates | for each token's product with each gate: deciding whether it is active, and listing active gates |
 | block sums | a token's output of each block: zeroed, added to, read again |
@@ -29,14 +29,14 @@ def products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCost, toke
     """
     model = manifest.model
     mixers = model.attention_weights + model.recurrent_weights
-    expert_tokens = max(1, round(tokens * rates.chosen))
-    gates = union(rates.chosen, tokens) * model.ffns * model.neurons * model.width
-    values = _pairs(manifest, rates, tokens) * rates.value_read * model.neurons * model.width
-    return (
-        cost.panel_ms(tokens, mixers)
-        + cost.panel_ms(expert_tokens, gates, gates=True)
-        + cost.reused_values_ms(values * (2 if model.gated else 1), rates.value_read)
-    )
+    pairs, expert_weights = _pairs(manifest, rates, tokens), model.neurons * model.width
+    expert_tokens = max(1, round(pairs / (union(rates.chosen, tokens) * model.ffns)))  # of an expert that is chosen
+    gates = pairs / expert_tokens * expert_weights
+    rows_ms = cost.panel_ms(tokens, mixers) + cost.panel_ms(expert_tokens, gates, gates=True)
+    if manifest.layout.down_by_output:
+        return rows_ms + cost.panel_ms(expert_tokens, 2 * gates)
+    values = pairs * rates.value_read * expert_weights
+    return rows_ms + cost.reused_values_ms(values * (2 if model.gated else 1), rates.value_read)
 
 
 def between_products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCost, tokens: int, before: int) -> float:

@@ -66,7 +66,11 @@ class WorkCost:
 
         share: share of the neurons that are active
         piece_bytes: bytes that are contiguous in memory, used if kernels were not measured
+
+        Whole experts have rows as fixed matrices have them.
         """
+        if self.manifest.layout.down_by_output:
+            return self.fixed_ms(size_bytes)
         if (speed := self._values_bytes_per_s(share, predicted=False)) is not None:
             return 1e3 * size_bytes / speed
         return self._pieces_ms(size_bytes, piece_bytes)
