@@ -788,8 +788,9 @@ typedef struct {
                                          * may share blocks */
     uint32_t count;
     const int32_t *sequences, *positions, *tokens;
-    const int32_t *states_from, *states_to; /* for each token the slots of its sequence's state before and after the step, which differ; NP_NO_STATE
-                                             * before position 0. The tokens of a sequence follow each other. NULL if no layer is recurrent */
+    const int32_t *states_from, *states_to; /* for each token two slots of its sequence's state, which differ: before and after the tokens that
+                                             * have the same two; NP_NO_STATE before position 0. The tokens of a sequence follow each other, and
+                                             * those with other slots go on from the slot before. NULL if no layer is recurrent */
     uint32_t logits_first, logits_count;
     const np_token_scores *token_scores; /* or NULL */
 } np_step;

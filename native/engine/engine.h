@@ -43,9 +43,11 @@ typedef struct {
     uint32_t requested, chosen;
 } np_likely_counts;
 
-/* The tokens of one sequence in a step, and the slots of its state; NP_NONE: it begins with zeros. */
+/* Tokens of one sequence in a step, and the slots of its state; NP_NONE: it begins with zeros. A run that continues the
+ * one before it goes on from the state that that one writes. */
 typedef struct {
     uint32_t first, count, from, to;
+    int continues;
 } np_run;
 
 /* The position in a step with external products (offload/external_products.c), and that of the reader of their rows

@@ -92,22 +92,37 @@ int np_find_runs(np_engine *engine, const np_step *step)
         return NP_E_ARGUMENT;
     for (uint32_t t = 0; t < step->count; t++) {
         np_run *last = engine->run_count ? &engine->runs[engine->run_count - 1] : NULL;
-        if (last && step->sequences[last->first] == step->sequences[t]) {
-            if (step->positions[t] != step->positions[t - 1] + 1)
-                return NP_E_ARGUMENT;
+        const int32_t from = step->states_from[t], to = step->states_to[t];
+        const int continues = last && step->sequences[last->first] == step->sequences[t];
+        if (continues && step->positions[t] != step->positions[t - 1] + 1)
+            return NP_E_ARGUMENT;
+        if (continues && from == step->states_from[t - 1] && to == step->states_to[t - 1]) {
             last->count++;
             continue;
         }
-        const int32_t from = step->states_from[t], to = step->states_to[t];
-        if (!is_state(engine, to) || from == to || (step->positions[t] ? !is_state(engine, from) : from != NP_NO_STATE))
+        if (!is_state(engine, to) || from == to || (step->positions[t] ? !is_state(engine, from) : from != NP_NO_STATE) ||
+            (continues && last->to != (uint32_t)from))
             return NP_E_ARGUMENT;
-        for (uint32_t r = 0; r < engine->run_count; r++)
-            if (engine->runs[r].to == (uint32_t)to || engine->runs[r].from == (uint32_t)to || engine->runs[r].to == (uint32_t)from ||
-                step->sequences[engine->runs[r].first] == step->sequences[t])
+        for (uint32_t r = 0; r < engine->run_count; r++) {
+            const np_run *run = &engine->runs[r];
+            const int is_read = run->to == (uint32_t)from && !(continues && run == last);
+            const int is_repeated = step->sequences[run->first] == step->sequences[t] && !continues;
+            if (run->to == (uint32_t)to || run->from == (uint32_t)to || is_read || is_repeated)
                 return NP_E_ARGUMENT;
-        engine->runs[engine->run_count++] = (np_run){t, 1, from < 0 ? NP_NONE : (uint32_t)from, (uint32_t)to};
+        }
+        engine->runs[engine->run_count++] = (np_run){t, 1, from < 0 ? NP_NONE : (uint32_t)from, (uint32_t)to, continues};
     }
     return NP_OK;
+}
+
+/* The number of runs from this one on that continue one another: one participant computes them in turn. 0 for a run that
+ * continues another. */
+static uint32_t runs_in_turn(const np_engine *engine, uint32_t first)
+{
+    uint32_t count = !engine->runs[first].continues;
+    while (count && first + count < engine->run_count && engine->runs[first + count].continues)
+        count++;
+    return count;
 }
 
 /* A layer's part of the state in a slot, from this element on; NULL for NP_NONE. */
@@ -197,8 +212,9 @@ static void compute_convolution(np_engine *engine, uint32_t layer)
     const uint32_t first = input_pieces(engine, l) + engine->participants, pieces = parts * engine->run_count;
     const uint64_t started = np_clock_ns();
     for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_QKV, first + pieces)) != NP_NONE;) {
-        const uint32_t from = (piece - first) % parts * CHANNELS;
-        convolve(engine, l, &engine->runs[(piece - first) / parts], (np_range){from, all - from < CHANNELS ? all : from + CHANNELS});
+        const uint32_t from = (piece - first) % parts * CHANNELS, run = (piece - first) / parts, count = runs_in_turn(engine, run);
+        for (uint32_t n = 0; n < count; n++)
+            convolve(engine, l, &engine->runs[run + n], (np_range){from, all - from < CHANNELS ? all : from + CHANNELS});
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_QKV, layer, 0, engine->step, started);
 }
@@ -281,7 +297,8 @@ static void compute_memories(np_engine *engine, uint32_t layer)
     const uint32_t heads = engine->shape.state_heads, pieces = heads * engine->run_count;
     const uint64_t started = np_clock_ns();
     for (uint32_t piece; has_memories(l) && (piece = np_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NONE;)
-        remember(engine, l, &engine->runs[piece / heads], piece % heads);
+        for (uint32_t n = 0, count = runs_in_turn(engine, piece / heads); n < count; n++)
+            remember(engine, l, &engine->runs[piece / heads + n], piece % heads);
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
 }
 

@@ -73,6 +73,8 @@ class Prefill(Message):
     likely: how many of the most likely tokens to return for each target
     state_from: if layers are recurrent, the slot of the sequence's state before the first token, or -1 at position 0
     state_to: likewise the slot that the state after the last token is written to
+    snapshot_tokens: numbers of the chunk's first tokens after which the state is also written, ascending
+    snapshot_slots: the slots that these states are written to
     """
 
     step: int
@@ -86,10 +88,27 @@ class Prefill(Message):
     likely: int = 0
     state_from: int = -1
     state_to: int | None = None
+    snapshot_tokens: tuple[int, ...] = ()
+    snapshot_slots: tuple[int, ...] = ()
+
+    @property
+    def state_runs(self) -> list[tuple[int, int, int]]:
+        """The runs of tokens between two states: (number of tokens, slot of the state before, slot of the one after).
+        Empty if no layer is recurrent."""
+        if self.state_to is None:
+            return []
+        ends = (0, *self.snapshot_tokens, len(self.tokens))
+        slots = (self.state_from, *self.snapshot_slots, self.state_to)
+        return [(ends[n + 1] - ends[n], slots[n], slots[n + 1]) for n in range(len(slots) - 1)]
 
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ValueError("tokens: expected at least one")
+        ends, slots = self.snapshot_tokens, (self.state_from, *self.snapshot_slots, self.state_to)
+        if len(ends) != len(self.snapshot_slots) or list(ends) != sorted({*ends} & {*range(1, len(self.tokens))}):
+            raise ValueError("snapshot_tokens: expected ascending numbers of tokens, and a slot for each")
+        if ends and (self.state_to is None or len({*slots}) != len(slots) or min(self.snapshot_slots) < 0):
+            raise ValueError("snapshot_slots: expected slots that differ from each other and from those of the step")
         if len(self.targets) > len(self.tokens) or (self.targets and self.logits != "none"):
             raise ValueError('targets: expected no more than tokens, and logits "none"')
         if self.likely < 0:

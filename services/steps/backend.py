@@ -80,8 +80,8 @@ class StepWork:
     sequences, positions, tokens: the KV slot, the position and the id of each token
     logits_first, logits_count: the tokens whose logits are computed, into logit rows from 0 on
     ratings: scores to fill in place of logits, or None
-    states_from, states_to: the slots of each token's sequence's state, before and after the step; empty unless layers
-        are recurrent
+    states_from, states_to: for each token two slots of its sequence's state, before and after the tokens that have the
+        same two; empty unless layers are recurrent
     """
 
     number: int

@@ -94,8 +94,10 @@ class PrefillService:
             logits_first=logits_first,
             logits_count=logits_count,
             share=Share(first_block=0, end_block=self._blocks),
-            states_from=() if chunk.state_to is None else (chunk.state_from,) * count,
-            states_to=() if chunk.state_to is None else (chunk.state_to,) * count,
+            states_from=[before for tokens, before, _ in chunk.state_runs for _ in range(tokens)][
+                first : first + count
+            ],
+            states_to=[after for tokens, _, after in chunk.state_runs for _ in range(tokens)][first : first + count],
         )
 
     def _handle(self, message: Message) -> None:

@@ -21,6 +21,9 @@ RING_ENTRIES = 1024
 Ranges = list[tuple[int, int]]
 
 
+STATE_SLOTS, SNAPSHOT = 3, 2  # two that steps read and write in turn, and one for a state within a step
+
+
 class Participants:
     """So many participants of steps of up to max_tokens tokens of one text. config: fields of EngineConfig that are to
     be otherwise than here. holder: the last of them has another compute its blocks; rows: and offloaded_matrices."""
@@ -49,6 +52,8 @@ class Participants:
         self.partials = np.zeros((pairs, layout.blocks, model.width), np.float32)  # sums of blocks, by token and expert
         self._entries = [lib.NP_ENTRY_PRESENT | np.arange(manifest.clusters, dtype=np.uint32) for _ in range(2)]
         self._arrivals = np.zeros(LINE_WORDS, np.uint32)
+        states = (STATE_SLOTS, model.all_state_elements)
+        self.states = np.full(states, np.nan, np.float32) if model.is_recurrent else None
         shared: dict[str, Any] = {
             "fixed": self._tensors(predicts),
             "residual": np.zeros((tokens, model.width), np.float32),
@@ -64,7 +69,7 @@ class Participants:
             "claims": self._claims,
             "logits": self._logits,
             "kv": np.zeros(model.position_elements * model.context_tokens, np.uint16),
-            "states": np.full((2, model.all_state_elements), np.nan, np.float32) if model.is_recurrent else None,
+            "states": self.states,
             "slots": self._slots(),
             "entries": tuple(self._entries),
             "arrivals": self._arrivals,
@@ -96,10 +101,12 @@ class Participants:
         chunk: int,
         ranges: Callable[[int], Ranges] | None = None,
         multiply: Multiply | None = None,
+        snapshot_after: int = 0,
     ) -> NDArray[np.float32]:
         """Logits after each token of a text from its start, computed in steps of `chunk` tokens. ranges: by the number
         of the step, the blocks of each that takes part, the first ones; all have all by default. multiply: who computes
-        the products of layers, where the config says outside."""
+        the products of layers, where the config says outside. snapshot_after: a step also writes the last state slot
+        after so many of its tokens, if it has more."""
         logits = np.empty((len(tokens), self._model.vocabulary), np.float32)
         blocks = self._package.manifest.layout.blocks
         with ThreadPoolExecutor(len(self.all)) as threads:
@@ -111,7 +118,7 @@ class Participants:
                 matrices = self._matrices if len(shares) == len(self.all) else ()
                 works = [_work(first, some, shares, own, offloaded_blocks, matrices) for own in range(len(shares))]
                 for work in works:
-                    self._give_states(work, number)
+                    self._give_states(work, number, snapshot_after)
                 held = [self._holder if one is self.all[-1] else None for one in self.all]
                 others = [multiply] * len(shares), [self._rows] * len(shares)
                 list(threads.map(_compute, self.all[: len(shares)], works, held, *others))
@@ -131,11 +138,13 @@ class Participants:
             list(threads.map(Participant.compute, self.all, works))
         return ratings
 
-    def _give_states(self, work: StepWork, number: int) -> None:
-        """Let the steps of a text read and write the two states in turn. number: of the step, from 0."""
+    def _give_states(self, work: StepWork, number: int, snapshot_after: int = 0) -> None:
+        """Let the steps of a text read and write the first two states in turn. number: of the step, from 0."""
         if self._model.is_recurrent:
-            work.states_from = [(number - 1) % 2 if number else lib.NP_NO_STATE] * len(work.tokens)
-            work.states_to = [number % 2] * len(work.tokens)
+            tokens, before, after = len(work.tokens), (number - 1) % 2 if number else lib.NP_NO_STATE, number % 2
+            first = snapshot_after if snapshot_after < tokens else 0
+            work.states_from = [before] * first + [SNAPSHOT if first else before] * (tokens - first)
+            work.states_to = [SNAPSHOT] * first + [after] * (tokens - first)
 
     def lose(self, clusters: range) -> None:
         """These are no longer resident."""
@@ -167,7 +176,7 @@ class Participants:
             max_tokens=max_tokens,
             logit_rows=max_tokens,
             window_blocks=2,
-            state_slots=2 if self._model.is_recurrent else 0,
+            state_slots=STATE_SLOTS if self._model.is_recurrent else 0,
             product_blocks=2,
             partial_tokens=max_tokens,
             spin_us=0,

@@ -24,7 +24,7 @@ from neuronpipe.services.steps.backend import Share, StepWork
 from neuronpipe.services.steps.scored_tokens import Ratings
 from numpy.typing import NDArray
 
-from tests.conformance.participants import Participants, Ranges
+from tests.conformance.participants import SNAPSHOT, Participants, Ranges
 from tests.conformance.specs import SPECS, give_predictor, give_thresholds, strength, write_package
 from tests.conformance.test_pipeline_logits import BOUNDS
 from tests.pipeline import Shell, eventually
@@ -135,6 +135,21 @@ def test_experts_are_guessed_while_flash_is_idle_and_change_no_bit(
     assert (silent["guessed"], silent["guessed_right"]) == (0, 0)
     assert (asked["guessed"] > 0) is guesses
     assert 0 <= asked["guessed_right"] <= asked["guessed"]
+
+
+@pytest.mark.parametrize("name", ["deltanet", "mixture with deltanet", "mixture with mamba", "convolutions"])
+@pytest.mark.parametrize("first", [1, 2, 7])
+def test_a_state_within_a_step_is_that_of_a_step_that_ends_there(name: str, first: int, packages: Packages) -> None:
+    """The first tokens are fewer than a convolution spans, or more."""
+    package = packages(name, "q8")
+    short, whole = (Participants(package, count=2, max_tokens=20) for _ in range(2))
+    wanted = Participants(package, count=1, max_tokens=1).run(TEXT[:20], 1)
+    short.run(TEXT[:first], first)
+    assert np.array_equal(whole.run(TEXT[:20], 20, snapshot_after=first), wanted)
+    assert whole.states is not None
+    assert short.states is not None
+    assert np.array_equal(whole.states[SNAPSHOT], short.states[0])
+    assert not np.array_equal(whole.states[SNAPSHOT], whole.states[0])
 
 
 @pytest.mark.parametrize("tokens", [1, 5, CHUNK])

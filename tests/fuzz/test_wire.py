@@ -81,6 +81,10 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
         fields["copy_from"] = None if fields["copy_from"] == fields["sequence"] else fields["copy_from"]
         fields["targets"] = fields["targets"][: len(fields["tokens"])] if fields["logits"] == "none" else ()
         fields["likely"] = abs(fields["likely"])
+        fields["snapshot_tokens"] = fields["snapshot_slots"] = ()
+        if draw(st.booleans()):
+            fields |= {"tokens": (*fields["tokens"], 1), "snapshot_tokens": (1,), "snapshot_slots": (2,)}
+            fields |= {"state_from": 3, "state_to": 4}
     elif cls.__name__ == "Save":
         fields["state_tokens"] = fields["state_slots"]
     elif cls.__name__ == "Calls":

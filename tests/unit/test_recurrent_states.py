@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import zlib
+from typing import Any
 
 import pytest
 from neuronpipe.protocol.messages.client import Finished
@@ -97,8 +98,12 @@ class Machine:
             if message.copy_from is not None:
                 self.kv[message.sequence][: message.position] = self.kv[message.copy_from][: message.position]
             assert message.state_to is not None
-            place = (message.state_from, message.state_to, message.sequence, message.position)
-            self.rows = [next_token(self.step(*place, message.tokens))]
+            done = 0
+            for count, source, target in message.state_runs:
+                place = (source, target, message.sequence, message.position + done)
+                seen = self.step(*place, message.tokens[done : done + count])
+                done += count
+            self.rows = [next_token(seen)]
             return
         assert len({*message.states_from, *message.states_to}) == 2 * len(message.tokens)
         each = zip(
@@ -117,7 +122,12 @@ class Machine:
         elif choice < 0.15 and self.requests:
             name = self.random.choice([*self.requests])
             self.take(receive(self.scheduler, Cancel(request=name), self.now))
-        elif self.sampling:
+        else:
+            self.proceed()
+
+    def proceed(self) -> None:
+        """The next event of the requests that there are."""
+        if self.sampling:
             rows = len(self.sampling.pop(0).rows)
             self.take(self.scheduler.handle(TokensSampled(tuple(self.rows[:rows])), self.now))
         elif self.waiting:
@@ -201,3 +211,48 @@ def test_a_step_never_writes_the_slot_that_it_reads() -> None:
     states = States(2, 6)
     assert [states.target(1, source) for source in (NO_STATE, 2, 3, 5)] == [2, 3, 2, 2]
     assert not States(2, 0).are_used
+
+
+def prefill(**fields: Any) -> Prefill:
+    return Prefill(**{"step": 1, "epoch": 0, "sequence": 0, "position": 0, "logits": "last", **fields})
+
+
+def test_a_chunk_may_write_states_within_it() -> None:
+    chunk = prefill(tokens=(7,) * 9, state_to=1, snapshot_tokens=(4, 8), snapshot_slots=(5, 6))
+    assert chunk.state_runs == [(4, NO_STATE, 5), (4, 5, 6), (1, 6, 1)]
+    assert prefill(tokens=(7, 7), state_from=0, state_to=1, position=3).state_runs == [(2, 0, 1)]
+    assert prefill(tokens=(7, 7)).state_runs == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots"),
+    [
+        ((4,), ()),
+        ((9,), (5,)),
+        ((0,), (5,)),
+        ((4, 3), (5, 6)),
+        ((4, 4), (5, 6)),
+        ((4,), (1,)),
+        ((4, 5), (6, 6)),
+        ((4,), (-1,)),
+    ],
+)
+def test_snapshots_that_contradict_their_chunk_are_refused(tokens: tuple[int, ...], slots: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="snapshot_"):
+        prefill(tokens=(7,) * 9, state_to=1, snapshot_tokens=tokens, snapshot_slots=slots)
+    with pytest.raises(ValueError, match="snapshot_"):
+        prefill(tokens=(7,) * 9, snapshot_tokens=(4,), snapshot_slots=(5,))
+
+
+def test_the_same_prompt_again_computes_its_last_token_only() -> None:
+    """The state before it is written within the last chunk; a prompt shorter than a chunk had none."""
+    machine = Machine(0)
+    for expected in (0, 10):
+        machine.now += 1
+        machine.requests["r"] = "abcabcabcab", 1
+        generate = Generate(request="r", prompt="abcabcabcab", max_tokens=1, share_prefix=True)
+        machine.take(receive(machine.scheduler, generate, machine.now))
+        before = machine.cached
+        while "r" in machine.requests:
+            machine.load(machine.loading.pop(0)) if machine.loading else machine.proceed()
+        assert machine.cached - before == expected

@@ -3,8 +3,8 @@
 A layer without keys and values carries a state from token to token, which cannot be rewound. A step reads the state
 before its first token in one slot and writes the state after its last token to another, so that a step that is sent
 again finds what it read before. KV slot n has the state slots 2n and 2n + 1, which its steps write in turn. The other
-slots are snapshots: the last two steps of a prompt write there, and later requests with the same beginning go on from
-the longest snapshot of it.
+slots are snapshots: the last two steps of a prompt write there, also the states within the last one, and later requests
+with the same beginning go on from the longest snapshot of it.
 
     state slot                      written by
     2n, 2n + 1                      steps of the sequence on KV slot n, except those below

@@ -118,7 +118,10 @@ class OutstandingStep:
         if isinstance(message, Prefill):
             to = NO_STATE if message.state_to is None else message.state_to
             self.sequences[0].advance(message.position, len(message.tokens), self.numerics, to)
-            self._states.written(to, self.sequences[0].content().tokens, self.numerics)
+            tokens = self.sequences[0].content().tokens
+            self._states.written(to, tokens, self.numerics)
+            for count, slot in zip(message.snapshot_tokens, message.snapshot_slots, strict=True):
+                self._states.written(slot, tokens[: message.position + count], self.numerics)
             return
         for row, (sequence, position) in enumerate(zip(self.sequences, message.positions, strict=True)):
             if isinstance(sequence, Generation) and sequence.sampled is not None:
@@ -212,7 +215,7 @@ class StepBuilder:
     ) -> OutstandingStep:
         """Return a step for a prompt's next chunk. read: the state slots that sequences go on from"""
         first, copy_from, targets = sequence.computed_tokens, None, tuple[int, ...]()
-        state, state_to = sequence.state, None
+        state, state_to, snapshots = sequence.state, None, dict[int, int]()
         limit_tokens = self._limits.prefill_chunk_tokens
         max_tokens = min(limit_tokens, BESIDE_DECODE_TOKENS) if beside_decode else limit_tokens
         logits: Literal["none", "last", "all"]
@@ -225,9 +228,10 @@ class StepBuilder:
             chunk = sequence.tokens[first : self._chunk_end(first, max_tokens, sequence.prompt_tokens)]
             logits = "last" if first + len(chunk) == sequence.prompt_tokens else "none"
         if self._states.are_used:
-            is_near_end = first + len(chunk) + max_tokens >= getattr(sequence, "prompt_tokens", math.inf)
-            snapshot = self._states.snapshot_target([*read, state]) if is_near_end else None
-            state_to = self._states.target(sequence.slot, state) if snapshot is None else snapshot
+            prompt_tokens = getattr(sequence, "prompt_tokens", math.inf)
+            snapshots = self._snapshots(first, first + len(chunk), prompt_tokens, max_tokens, [*read, state])
+            state_to = snapshots.pop(len(chunk), None)
+            state_to = self._states.target(sequence.slot, state) if state_to is None else state_to
         self.steps += 1
         message = Prefill(
             step=self.steps,
@@ -241,8 +245,29 @@ class StepBuilder:
             likely=sequence.likely if targets else 0,
             state_from=state,
             state_to=state_to,
+            snapshot_tokens=tuple(snapshots),
+            snapshot_slots=tuple(snapshots.values()),
         )
         return OutstandingStep(SendStep((PREFILL,), message), [sequence], numerics, self._states)
+
+    def _snapshots(
+        self, first: int, end: int, prompt_tokens: float, max_tokens: int, read: list[int]
+    ) -> dict[int, int]:
+        """Return the snapshots that a prompt's chunk [first, end) writes: number of its tokens -> slot, ascending.
+
+        The last chunk writes the state before the prompt's last token, from which the same prompt goes on, and the last
+        one before it that the prompt cache can store; the chunk before the last writes the state after it.
+        """
+        if end < prompt_tokens:
+            wanted = [end] if end + max_tokens >= prompt_tokens else []
+        else:
+            wanted = [end - 1, (end - 1) // STATE_INTERVAL_TOKENS * STATE_INTERVAL_TOKENS]
+        snapshots: dict[int, int] = {}
+        for position in dict.fromkeys(wanted):
+            slot = self._states.snapshot_target([*read, *snapshots.values()]) if position > first else None
+            if slot is not None:
+                snapshots[position - first] = slot
+        return dict(sorted(snapshots.items()))
 
     def _chunk_end(self, first: int, max_tokens: int, prompt_tokens: int) -> int:
         """Return where a prompt's chunk ends. States between chunks are at positions where the prompt cache can store
