@@ -315,10 +315,12 @@ enum { NP_TRIGGER = 0, NP_VALUE = 1, NP_PARTS = 2 };
  *   failed   absent   loader  in a later epoch: the cluster can be requested again
  *   loading  absent   loader  before another attempt; or after a restart (np_loader_create)
  *   present  absent   cache   compare and set of an unreferenced entry that no window covers (np_clock_take)
- *   bit 26   set      decode, prefill: by np_entry_look only; cleared by the cache. It also prevents the eviction of a
- *                     slot between a worker's look-up and the cache's check (proof in residency/clock.c)
+ *   bit 26   set      decode, prefill: by np_entry_look only; cleared by the cache, or by a worker with np_entry_forget. It
+ *                     also prevents the eviction of a slot between a worker's look-up and the cache's check (proof in
+ *                     residency/clock.c)
  *   bit 27   set      loader, on request; cache, of a present entry (np_pins_follow)
  *   bit 27   cleared  cache, of a present entry
+ *   bit 31   set      prefill, by np_entry_forget: a long chunk of a prompt used it, and needs it no more; cleared by np_entry_look
  *   uses     changed  cache, of a present entry: how often it found bit 26 set, minus how often not; 0 after loading
  * The other bits of an absent entry are undefined: compare states with NP_ENTRY_STATE_MASK. */
 enum {
@@ -331,18 +333,23 @@ enum {
     NP_ENTRY_REFERENCED = 0x4000000,
     NP_ENTRY_PINNED = 0x8000000,
     NP_ENTRY_USE = 0x10000000,
-    NP_MAX_USES = 7
+    NP_MAX_USES = 7,
+    NP_ENTRY_SCANNED = 0x80000000
 };
 
 /* Look up a cluster: mark a present entry as referenced and return it. If it is present, the slot stays valid while
  * this worker's window covers the cluster; reading an entry in any other way guarantees nothing. */
 uint32_t np_entry_look(uint32_t *word);
+/* Mark a present entry as scanned, after a long chunk of a prompt read its slot: it loses its reference bit and is evicted
+ * first, while the prompt's layers are near, unless it has uses. */
+void np_entry_forget(uint32_t *word);
 
 /* A worker's window: the clusters whose slots it may be reading, published by np_long_store before it looks up their
- * entries. 64 bits: first cluster << 32 | end cluster; 0: none. It covers both parts. */
+ * entries. 64 bits: first cluster << 32 | end cluster; 0: none. It covers both parts. An empty one says where a scan is. */
 
 /* CLOCK with usage counts: from *hand on, evict up to max_slots present, unpinned entries that no window covers. The
- * hand turns a reference bit into a use; without the bit it removes a use; an entry with neither becomes absent. Writes
+ * hand turns a reference bit into a use; without the bit it removes a use; an entry with neither becomes absent. Before
+ * that go scanned entries without uses that lie up to some windows before a window, the nearest first. Writes
  * the freed slots and returns their number. windows: sequentially consistent 64-bit words. */
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t max_slots,
                      uint32_t *slots);

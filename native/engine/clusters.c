@@ -1,5 +1,7 @@
 #include "engine/clusters.h"
 
+#include "engine/work.h"
+
 np_range np_block_clusters(const np_engine *engine, uint32_t first_block, uint32_t end_block)
 {
     const uint32_t per_block = engine->shape.block_neurons / engine->shape.cluster_neurons, all = engine->shape.clusters;
@@ -23,6 +25,25 @@ int np_look_up(np_engine *engine, int part, uint32_t cluster)
         engine->slot[part][cluster] = NP_NONE;
         return 0;
     }
+}
+
+/* After a layer that a long chunk of a prompt has used nearly whole, let its clusters be evicted first: otherwise each
+ * layer evicts what the next chunk or prompt finds absent then, and a prompt reads everything, whatever is resident. The
+ * clusters that were used before stay. An empty window says where the next ones are evicted. Each participant clears its share of the groups;
+ * windows keep what others still read. */
+void np_forget_scan(np_engine *engine)
+{
+    if (engine->count < NP_SCAN_TOKENS || 2 * engine->group_count < engine->fixed.layers[engine->layer].experts)
+        return;
+    const np_range groups = np_even_share(engine, engine->group_count);
+    for (uint32_t group = groups.from; group < groups.to; group++) {
+        const uint32_t first = np_cluster_index(engine, engine->layer, engine->groups[group].expert, 0);
+        for (uint32_t cluster = 0; cluster < engine->shape.clusters; cluster++)
+            for (int part = 0; part < NP_PARTS; part++)
+                np_entry_forget(&engine->shared.entries[part][first + cluster]);
+    }
+    const uint64_t end = np_cluster_index(engine, engine->layer, engine->fixed.layers[engine->layer].experts, 0);
+    np_long_store(engine->shared.window, end << 32 | end);
 }
 
 /* True if a part is absent. is_used: mark a present part as used. Speculative requests and value parts of neurons that

@@ -166,7 +166,8 @@ enum {
 
 enum {
     NP_PIECE_ROWS = 64,  /* rows of a matrix per piece of work: a few microseconds, so that participants finish together */
-    NP_DENSE_TOKENS = 16 /* with at least as many, nearly every neuron fires: value parts are requested with triggers */
+    NP_DENSE_TOKENS = 16, /* with at least as many, nearly every neuron fires: value parts are requested with triggers */
+    NP_SCAN_TOKENS = 64   /* with at least as many, a prompt's layers are read one after the other, and not soon again */
 };
 
 /* x[j] *= factor; skipped for a factor of 1, the usual one. */

@@ -445,5 +445,6 @@ int np_feed_forward(np_engine *engine, uint32_t layer)
     np_close_window(engine); /* also after errors: nothing is read from here on */
     if (done >= 0 && np_fit_all_sums(engine))
         done = np_end_feed_forward(engine);
+    np_forget_scan(engine);
     return done >= 0 && np_norms_outputs(engine) ? np_add_feed_forward_changes(engine, &engine->fixed.layers[layer]) : done;
 }

@@ -16,9 +16,12 @@
  *     the read window, or a later one.
  *   If R set the bit, R either comes after E, and sees an absent entry; or before E, and then a clearing C lies between them, because E would
  *     fail otherwise: again W < R < C < P < S.
+ * A clearing by np_entry_forget, of a worker that has read the slot, takes the place of C: it also comes after L or before R.
  * If S sees a later read window, Z has happened, and all reads of the slot before it: only then may the slot be written
  * again. No entry turns absent temporarily, so workers and the loader only see states that last. */
 #include "neuronpipe.h"
+
+enum { SCAN_ENTRIES = 4096, MAX_OTHERS = 256 }; /* so many entries before a window are looked at, and others than scanned ones */
 
 static int is_covered(const uint64_t *windows, size_t window_count, size_t id)
 {
@@ -35,6 +38,7 @@ static int is_covered(const uint64_t *windows, size_t window_count, size_t id)
 static uint32_t after_hand(uint32_t value)
 {
     const uint32_t uses = value / NP_ENTRY_USE & NP_MAX_USES;
+    value &= ~(uint32_t)NP_ENTRY_SCANNED;
     if (value & NP_ENTRY_REFERENCED)
         return (value & ~(uint32_t)NP_ENTRY_REFERENCED) + (uses < NP_MAX_USES ? NP_ENTRY_USE : 0);
     return uses ? value - NP_ENTRY_USE : NP_ENTRY_ABSENT;
@@ -89,12 +93,33 @@ size_t np_clusters_evict(uint32_t *words, size_t count, const uint32_t *ids, siz
     return evicted;
 }
 
+/* Evict scanned entries before each window, the nearest first. A prompt reads layer after layer, so what it has just read is
+ * what it needs last. */
+static size_t take_scanned(uint32_t *words, size_t count, const uint64_t *windows, size_t window_count, size_t max_slots, uint32_t *slots)
+{
+    const uint32_t bits = NP_ENTRY_STATE_MASK | NP_ENTRY_PINNED | NP_ENTRY_REFERENCED | NP_ENTRY_SCANNED | NP_MAX_USES * (uint32_t)NP_ENTRY_USE;
+    size_t evicted = 0;
+    for (size_t i = 0; i < window_count && evicted < max_slots; i++) {
+        const uint64_t window = __atomic_load_n(&windows[i], __ATOMIC_SEQ_CST);
+        size_t others = 0;
+        for (size_t n = 1; window && n < count && n <= SCAN_ENTRIES && others < MAX_OTHERS && evicted < max_slots; n++) {
+            const size_t id = ((window >> 32) + count - n) % count;
+            uint32_t value = __atomic_load_n(&words[id], __ATOMIC_SEQ_CST);
+            if ((value & bits) != (NP_ENTRY_PRESENT | NP_ENTRY_SCANNED) || is_covered(windows, window_count, id))
+                others += (value & NP_ENTRY_STATE_MASK) != NP_ENTRY_ABSENT;
+            else if (__atomic_compare_exchange_n(&words[id], &value, NP_ENTRY_ABSENT, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+                slots[evicted++] = value & NP_ENTRY_SLOT_MASK;
+        }
+    }
+    return evicted;
+}
+
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t max_slots,
                      uint32_t *slots)
 {
     if (count == 0)
         return 0;
-    size_t evicted = 0, at = *hand % count, idle = 0; /* idle: entries since the last one that can be evicted at all */
+    size_t evicted = take_scanned(words, count, windows, window_count, max_slots, slots), at = *hand % count, idle = 0; /* idle: entries since the last one that can be evicted at all */
     /* So many rounds evict the most used entry. The limit matters if workers set bits as fast as the hand clears
      * them. */
     for (size_t visited = 0; visited < (NP_MAX_USES + 2) * count && evicted < max_slots && idle < count; visited++) {

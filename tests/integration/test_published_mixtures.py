@@ -22,3 +22,12 @@ def test_a_mixture_walks_its_trajectory_with_a_third_of_its_neurons(name: str, s
             asked = run.ask(list(range(first, first + prompt_tokens)), 12)
             assert asked["token_ids"] == list(range(first + prompt_tokens, first + prompt_tokens + 12))
             assert asked["flash"]["reads"] > 0
+
+
+def test_a_long_prompt_reads_only_what_is_absent(shell: Shell, tmp_path: Path) -> None:
+    """Every layer evicted what the next prompt found absent then: prompts read every expert, resident or not."""
+    package = synthesize("qwen3-moe-100m", four_layers(SHAPES["qwen3-moe-100m"]), tmp_path / "package")
+    bank_bytes = package.manifest.clusters * package.manifest.layout.cluster_stride_bytes
+    with shell.up(package.path, "--ffn-resident", "75%", "--context", "512") as run:
+        read_bytes = [run.ask(list(range(n, n + 400)), 1)["flash"]["bytes"] for n in (0, 400, 800, 1200)]
+    assert read_bytes[-1] < 0.7 * bank_bytes

@@ -53,7 +53,7 @@ def test_a_conversation_goes_on_from_the_state_of_its_last_turn(shell: Shell, co
         # The last token of an answer is not computed any more.
         assert second["cached_tokens"] == len(prompt) + 3
         assert second["token_ids"] == greedy(package, turn)
-        other = [*prompt, 21, 22, 23]  # another answer: the snapshot at the end of the prompt
+        other = [*prompt, 21, 22, 23]  # another answer: the snapshot near the end of the prompt
         third = run.ask(other, MAX_TOKENS, share_prefix=True)
         assert third["cached_tokens"] == len(prompt) - 1  # the last snapshot is that before its last token
         assert third["token_ids"] == greedy(package, other)

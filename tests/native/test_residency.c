@@ -18,6 +18,21 @@ static void test_look_marks_present_words_only(void)
     REQUIRE(absent == NP_ENTRY_ABSENT && loading == NP_ENTRY_LOADING && failed == NP_ENTRY_FAILED);
 }
 
+static void test_a_forgotten_entry_is_evicted_first(void)
+{
+    uint32_t words[] = {NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | 10, NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | 11,
+                        NP_ENTRY_LOADING | NP_ENTRY_REFERENCED | 12, NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | NP_ENTRY_USE | 13};
+    for (size_t id = 1; id < 4; id++)
+        np_entry_forget(&words[id]);
+    REQUIRE_EQUAL(words[1], NP_ENTRY_PRESENT | NP_ENTRY_SCANNED | 11);
+    REQUIRE_EQUAL(words[2], NP_ENTRY_LOADING | NP_ENTRY_REFERENCED | 12); /* the loader's */
+    REQUIRE_EQUAL(words[3], NP_ENTRY_PRESENT | NP_ENTRY_SCANNED | NP_ENTRY_USE | 13); /* its uses are the cache's */
+    uint32_t slots[4];
+    size_t hand = 0;
+    REQUIRE_EQUAL(np_clock_take(words, 4, &hand, NULL, 0, 1, slots), 1);
+    REQUIRE_EQUAL(slots[0], 11);
+}
+
 static void test_clock_gives_a_second_chance(void)
 {
     uint32_t words[] = {NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | 10, NP_ENTRY_PRESENT | 11, NP_ENTRY_ABSENT,
@@ -225,6 +240,7 @@ int main(void)
 {
     test_pins_follow_what_is_to_stay();
     test_look_marks_present_words_only();
+    test_a_forgotten_entry_is_evicted_first();
     test_clock_gives_a_second_chance();
     test_clock_keeps_what_was_used_often();
     test_uses_are_bounded_and_spare_the_other_bits();

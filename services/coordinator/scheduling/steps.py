@@ -259,11 +259,11 @@ class StepBuilder:
         one before it that the prompt cache can store; the chunk before the last writes the state after it.
         """
         if end < prompt_tokens:
-            wanted = [end] if end + max_tokens >= prompt_tokens else []
+            positions = [end] if end + max_tokens >= prompt_tokens else []
         else:
-            wanted = [end - 1, (end - 1) // STATE_INTERVAL_TOKENS * STATE_INTERVAL_TOKENS]
+            positions = [end - 1, (end - 1) // STATE_INTERVAL_TOKENS * STATE_INTERVAL_TOKENS]
         snapshots: dict[int, int] = {}
-        for position in dict.fromkeys(wanted):
+        for position in dict.fromkeys(positions):
             slot = self._states.snapshot_target([*read, *snapshots.values()]) if position > first else None
             if slot is not None:
                 snapshots[position - first] = slot
