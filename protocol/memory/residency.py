@@ -21,6 +21,7 @@ FAILED = 0x03000000
 REFERENCED = 0x04000000
 PINNED = 0x08000000
 USE = 0x10000000  # one use, in bits 28-30
+SCANNED = 0x80000000
 
 BITS = (
     ("0-23", "slot", "of a present or loading entry: number of the slot; of a failed one: bits 0-23 of the epoch"),
@@ -32,7 +33,7 @@ BITS = (
         "uses",
         "of a present entry: how often the cache found bit 26 set, less how often clear; 0 after the read",
     ),
-    ("31", "", "0"),
+    ("31", "scanned", "of a present entry: a long chunk of a prompt has used it, and no worker has looked it up since"),
 )
 """Bits of a residency entry, with name and meaning."""
 
@@ -54,6 +55,14 @@ CHANGES = (
     ),
     ("present", "absent", "cache", "compare and set of an unreferenced, unpinned entry that no read window covers"),
     ("bit 26 clear", "bit 26 set", "decode, prefill", "sequentially consistent, of a present entry that was looked up"),
+    ("bit 31 set", "bit 31 clear", "decode, prefill", "together with bit 26"),
+    (
+        "bit 26 set",
+        "bit 31 set, 26 clear",
+        "prefill",
+        "sequentially consistent, after a long chunk of a prompt has read the slot for the last time",
+    ),
+    ("bit 31 set", "bit 31 clear", "cache", "as the clock hand passes; without uses it is evicted before that"),
     ("bit 26 set", "bit 26 clear", "cache", "sequentially consistent, as the clock hand passes; one use more, up to 7"),
     ("bit 26 clear", "one use less", "cache", "sequentially consistent, as the clock hand passes"),
     ("bit 27 clear", "bit 27 set", "loader", "together with present, if a Warm asks for it"),

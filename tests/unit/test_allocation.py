@@ -376,6 +376,7 @@ def test_texts_that_want_the_same_read_it_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # it measures time
 def test_a_47b_with_a_profile_is_searched_in_seconds() -> None:
     """3.7 million clusters, 256 feed-forwards, two modes, four fast cores, four texts."""
     plain = predicted(manifest(width=4096, neurons=14336, layers=32))

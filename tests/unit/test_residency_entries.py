@@ -22,7 +22,7 @@ def test_parts_have_the_same_numbers() -> None:
 
 
 def test_slot_state_and_flags_do_not_overlap() -> None:
-    parts = (residency.SLOT_MASK, residency.STATE_MASK, residency.REFERENCED, residency.PINNED, 7 * residency.USE)
-    assert sum(parts) == 0x7FFFFFFF
+    flags = (residency.REFERENCED, residency.PINNED, 7 * residency.USE, residency.SCANNED)
+    assert sum((residency.SLOT_MASK, residency.STATE_MASK, *flags)) == 0xFFFFFFFF
     states = (residency.ABSENT, residency.LOADING, residency.PRESENT, residency.FAILED)
     assert [state >> 24 for state in states] == [0, 1, 2, 3]
