@@ -216,7 +216,7 @@ class Conversion:
         model = self.checkpoint.model
         if self._experts is not None:
             return self._experts.layout
-        by_neuron = self._by_neuron or not stores_whole_experts(model)
+        by_neuron = self._by_neuron or self._neuron_order != "source" or not stores_whole_experts(model)
         return layout_of_model(
             model,
             quantization,

@@ -62,9 +62,14 @@ def test_down_keeps_the_values_of_the_file_unless_its_layers_differ(tmp_path: Pa
                 np.testing.assert_array_equal(ours, theirs)
             error = np.linalg.norm(of_down[0] - of_down[1]) / np.linalg.norm(of_down[1])
             assert error <= (0.04 if preset == "Q4_K_M" else 0.0)
-    by_neuron = convert(path, tmp_path / "n", by_neuron=True)
-    assert by_neuron.manifest.layout.clusters > 1
-    assert by_neuron.manifest.row_quantization("down") == {"Q4_0": "q5k", "MXFP4": "q6k"}.get(preset, down)
+    shares = np.random.default_rng(1).random((MIXTURE.layers, MIXTURE.experts, MIXTURE.neurons)).astype(np.float32)
+    np.save(tmp_path / "shares.npy", shares)
+    for package in (
+        convert(path, tmp_path / "n", by_neuron=True),
+        convert(path, tmp_path / "f", frequencies=tmp_path / "shares.npy"),
+    ):
+        assert package.manifest.layout.clusters > 1
+        assert package.manifest.row_quantization("down") == {"Q4_0": "q5k", "MXFP4": "q6k"}.get(preset, down)
 
 
 def test_what_needs_neurons_says_how_to_get_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
