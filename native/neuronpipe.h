@@ -340,7 +340,7 @@ enum {
 /* Look up a cluster: mark a present entry as referenced and return it. If it is present, the slot stays valid while
  * this worker's window covers the cluster; reading an entry in any other way guarantees nothing. */
 uint32_t np_entry_look(uint32_t *word);
-/* Mark a present entry as scanned, after a long chunk of a prompt read its slot: it loses its reference bit and is evicted
+/* Mark a present entry as scanned, after all that take part in a long chunk of a prompt read its slot: it loses its reference bit and is evicted
  * first, while the prompt's layers are near, unless it has uses. */
 void np_entry_forget(uint32_t *word);
 

@@ -29,8 +29,7 @@ int np_look_up(np_engine *engine, int part, uint32_t cluster)
 
 /* After a layer that a long chunk of a prompt has used nearly whole, let its clusters be evicted first: otherwise each
  * layer evicts what the next chunk or prompt finds absent then, and a prompt reads everything, whatever is resident. The
- * clusters that were used before stay. An empty window says where the next ones are evicted. Each participant clears its share of the groups;
- * windows keep what others still read. */
+ * clusters that were used before stay. An empty window says where the next ones are evicted. */
 void np_forget_scan(np_engine *engine)
 {
     if (engine->count < NP_SCAN_TOKENS || 2 * engine->group_count < engine->fixed.layers[engine->layer].experts)

@@ -8,6 +8,8 @@ np_range np_block_clusters(const np_engine *engine, uint32_t first_block, uint32
 /* Look up a part of a cluster of the current group. Returns 1 if it is present (its slot is in engine->slot, valid
  * while the window is open), 0 if not (the slot is NP_NONE), NP_E_DAMAGED if it could not be read. */
 int np_look_up(np_engine *engine, int part, uint32_t cluster);
+/* Let the layer's clusters be evicted first if a long chunk used most of it; each participant its share. Only after all of
+ * them have met: nobody may still read a slot (proof in residency/clock.c). */
 void np_forget_scan(np_engine *engine);
 /* The request entry for the absent ones of these parts (NP_REQUEST_TRIGGER, NP_REQUEST_VALUE); 0 if none is absent. */
 uint32_t np_absent_parts(np_engine *engine, uint32_t layer, uint32_t expert, uint32_t cluster, uint32_t parts);

@@ -352,8 +352,7 @@ static int sum_in_parts(np_engine *engine, const np_group *group)
 }
 
 /* With down by output: compute the values of all groups that are open together, meet, and compute their outputs. Every
- * participant opens the window of a group before the barrier, also if it claims none of its neurons: the expert is not
- * evicted when the participants that computed it leave the group. */
+ * participant opens a group's window before the barrier, also without neurons of its own: the expert then stays for all. */
 static int compute_experts(np_engine *engine)
 {
     const uint32_t open_groups = engine->is_layer_open ? engine->group_count : 1;
@@ -445,6 +444,7 @@ int np_feed_forward(np_engine *engine, uint32_t layer)
     np_close_window(engine); /* also after errors: nothing is read from here on */
     if (done >= 0 && np_fit_all_sums(engine))
         done = np_end_feed_forward(engine);
-    np_forget_scan(engine);
+    if (done >= 0)
+        np_forget_scan(engine);
     return done >= 0 && np_norms_outputs(engine) ? np_add_feed_forward_changes(engine, &engine->fixed.layers[layer]) : done;
 }

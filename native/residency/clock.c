@@ -16,7 +16,8 @@
  *     the read window, or a later one.
  *   If R set the bit, R either comes after E, and sees an absent entry; or before E, and then a clearing C lies between them, because E would
  *     fail otherwise: again W < R < C < P < S.
- * A clearing by np_entry_forget, of a worker that has read the slot, takes the place of C: it also comes after L or before R.
+ * A clearing by np_entry_forget takes the place of C: it also comes after L or before R. Between S and E it could undo R and let E
+ * succeed under a reader, so a worker clears only after all workers of its step have read, and steps follow one another.
  * If S sees a later read window, Z has happened, and all reads of the slot before it: only then may the slot be written
  * again. No entry turns absent temporarily, so workers and the loader only see states that last. */
 #include "neuronpipe.h"

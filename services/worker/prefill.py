@@ -85,6 +85,8 @@ class PrefillService:
         """Return the step for `count` tokens of the chunk, beginning with its token `first`."""
         logits_first, logits_count = {"none": (0, 0), "last": (count - 1, 1), "all": (0, count)}[logits]
         begin = chunk.position + first
+        states = [(before, after) for tokens, before, after in chunk.state_runs for _ in range(tokens)]
+        states = states[first : first + count]
         return StepWork(
             number=chunk.step,
             epoch=chunk.epoch,
@@ -94,10 +96,8 @@ class PrefillService:
             logits_first=logits_first,
             logits_count=logits_count,
             share=Share(first_block=0, end_block=self._blocks),
-            states_from=[before for tokens, before, _ in chunk.state_runs for _ in range(tokens)][
-                first : first + count
-            ],
-            states_to=[after for tokens, _, after in chunk.state_runs for _ in range(tokens)][first : first + count],
+            states_from=[before for before, _ in states],
+            states_to=[after for _, after in states],
         )
 
     def _handle(self, message: Message) -> None:
