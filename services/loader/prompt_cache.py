@@ -297,23 +297,21 @@ class PromptCache:
 
 
 class _Worker:
-    """A thread with a queue of messages. It is started by the first of them, and ends with the process.
+    """A thread with a queue of messages. It runs from the start, so that what the loader has open does not grow with use.
 
     work: processes a message of an attempt; it takes the lock for each chunk
     """
 
     def __init__(self, name: str, work: Callable[[Save | Restore, int, threading.Lock], None], niceness: int) -> None:
-        self._name, self._work, self._niceness = name, work, niceness
+        self._work, self._niceness = work, niceness
         self._queue = SimpleQueue[tuple[Save | Restore, int] | None]()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        with unpinned():  # the loader's core is for reads of weights
+            self._thread.start()
 
     def put(self, message: Save | Restore, attempt: int) -> None:
         """Append a message to the queue."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            with unpinned():  # the loader's core is for reads of weights
-                self._thread.start()
         self._queue.put((message, attempt))
 
     def wait_for_chunk(self) -> None:
@@ -324,8 +322,7 @@ class _Worker:
     def close(self) -> None:
         """Wait until the queue is empty, and end the thread."""
         self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         if self._niceness:
