@@ -170,6 +170,7 @@ class Work:
                 *(self._whole(name, quantizations[name], matrix, importance[name]) for name, matrix in rows_of.items())
             )
             return
+        importance["down"] = None  # all weights of a neuron's row have the same input
         if self.checkpoint.down_by_neuron:
             for rows in _blocks(order, self.manifest.model.width, self.manifest.layout.cluster_neurons):
                 self.writer.neurons(

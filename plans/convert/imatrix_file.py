@@ -39,6 +39,11 @@ LAYER_MATRICES = {
     "ffn_up": "up",
     "ffn_gate_exps": "gate",
     "ffn_up_exps": "up",
+    "ffn_down_exps": "down",
+    "ffn_gate_shexp": "gate",
+    "ffn_up_shexp": "up",
+    "ffn_down": "down",
+    "ffn_down_shexp": "down",
     JOINT_GATE_UP: "gate",
 }
 """Name of a matrix in GGUF -> its name in a package."""
@@ -84,23 +89,38 @@ def _matrices_of(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
     if matrix in ("qkv", "attention_output", "recurrent_input"):
         if matrix in mixer_has:
             yield f"{layer}.{matrix}", 0
-    elif matrix in model.ffn_matrices and (model.experts > 1) == found[2].endswith("_exps"):
+    elif matrix in model.ffn_matrices:
         of_entry = ("gate", "up") if found[2] == JOINT_GATE_UP else (matrix,)
-        yield from ((ffn_name(model, layer, e, name), e) for name in of_entry for e in range(model.experts))
+        routed = model.routed_experts(number)
+        if found[2].endswith("_exps"):
+            yield from ((ffn_name(model, layer, e, name), e) for name in of_entry for e in range(routed))
+            return
+        always = range(routed, model.expert_counts[number])  # parts of one feed-forward
+        yield from ((ffn_name(model, layer, e, matrix), e - routed if matrix == "down" else 0) for e in always)
 
 
 def _checked(path: Path, name: str, values: ByColumn, model: ModelSpec, matrix: str, part: int) -> ByColumn:
     """Return the values [columns] of the entry `name` for a matrix from `_matrices_of`. Raises UserError if they do not
     fit the model."""
-    is_output = matrix.endswith(".attention_output")
-    columns = model.layer_heads[int(matrix.split(".")[1])].query_width if is_output else model.width
-    parts = model.experts if name.endswith("_exps.weight") else 1
-    if values.size != parts * columns:
+    kind, columns, parts = matrix.rpartition(".")[2], model.width, 1
+    if kind == "attention_output":
+        columns = model.layer_heads[int(matrix.split(".")[1])].query_width
+    elif kind == "down":
+        columns = model.neurons
+    missing = 0
+    if name.endswith("_exps.weight"):
+        parts = model.experts
+    elif kind == "down":
+        layer = int(matrix.split(".")[1])
+        parts = model.expert_counts[layer] - model.routed_experts(layer)
+        missing = -values.size % columns  # the last part may be shorter in the file
+    if values.size + missing != parts * columns:
         raise UserError(
             f"{path}: {safe_name(name)}: has {values.size} values where this model needs {parts * columns}: "
             "the file belongs to another model"
         )
-    selected: ByColumn = values.reshape(parts, columns)[part]
+    padded = np.pad(values.ravel(), (0, missing)) if missing else values
+    selected: ByColumn = padded.reshape(parts, columns)[part]
     if not (np.isfinite(selected).all() and (selected >= 0).all()):
         raise UserError(f"{path}: {safe_name(name)}: has values that are negative or not finite: damaged")
     return selected

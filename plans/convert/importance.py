@@ -1,7 +1,8 @@
 """The importance of the columns of matrices, by which encoding weighs the errors of weights.
 
 The error of a weight changes a product by the error times the weight's input. The importance of a column is thus the
-mean square of its input. Down has none: packages store it by neuron, and all weights of such a row have the same input.
+mean square of its input. It serves Down only where a package stores it by output: by neuron, all weights of a row have
+the same input.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class ReferenceEngine:
 
     observe: receives every feed-forward
     observe_inputs: receives the name of a matrix, as in a Checkpoint, and its input vectors [tokens, columns]; for all
-        matrices of layers except Down
+        matrices of layers
     mask: returns a mask [tokens, neurons] of the neurons of a feed-forward that are computed
     attended: receives a layer and the number of tokens that have passed its attention
     """
@@ -432,6 +432,7 @@ class ReferenceEngine:
             self._observe(run)
         if self._mask is not None:
             inner = np.where(self._mask(run), inner, np.float32(0))
+        self._observe_inputs(ffn_name(model, name, expert, "down"), inner)
         change = inner @ down
         if model.ffn_bias:
             change = change + self._bias(f"{name}.down.bias", expert)

@@ -297,7 +297,7 @@ class PromptCache:
 
 
 class _Worker:
-    """A thread with a queue of messages. It runs from the start, so that what the loader has open does not grow with use.
+    """A thread with a queue of messages. It runs from the start, so that the loader's open things do not grow with use.
 
     work: processes a message of an attempt; it takes the lock for each chunk
     """

@@ -25,6 +25,7 @@ from neuronpipe.protocol.errors import UserError
 from tests.conformance.checkpoints import RECIPES, Recipe, tokens, write_checkpoint
 
 DENSE, MIXTURE, RECURRENT = "awkward", "qwen3moe", "qwen3.5 moe"
+WHOLE = "glm4moe groups"  # whole experts, shared ones in two parts
 TEXT = "The input of a column counts by its mean square. " * 40
 Entries = dict[str, np.ndarray]
 
@@ -36,7 +37,7 @@ def recipe_of(name: str) -> Recipe:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sources")
-    return {name: write_checkpoint(folder / name, recipe_of(name)) for name in (DENSE, MIXTURE, RECURRENT)}
+    return {name: write_checkpoint(folder / name, recipe_of(name)) for name in (DENSE, MIXTURE, RECURRENT, WHOLE)}
 
 
 def measured(source: Path) -> Importance:
@@ -89,10 +90,10 @@ def test_all_matrices_whose_columns_differ_have_an_importance(sources: dict[str,
     expected = {f"layers.{layer}.{matrix}" for layer in range(model.layers) for matrix in ("qkv", "attention_output")}
     assert expected | {"output"} <= set(importance.by_matrix)
     experts = [name for name in importance.by_matrix if ".experts." in name]
-    assert {name.rpartition(".")[2] for name in experts} == {"gate", "up"}
+    assert {name.rpartition(".")[2] for name in experts} == {"gate", "up", "down"}
+    columns = {"attention_output": model.query_width, "down": model.neurons}
     for name, values in importance.by_matrix.items():
-        columns = model.query_width if name.endswith("attention_output") else model.width
-        assert values.shape == (columns,)
+        assert values.shape == (columns.get(name.rpartition(".")[2], model.width),)
         assert values.dtype == np.float32
         assert values.min() >= np.float32(MIN_RELATIVE_IMPORTANCE)
         assert values.mean() == pytest.approx(1, abs=0.01)
@@ -138,6 +139,56 @@ def test_a_package_is_nearer_to_its_source_on_the_text_that_it_was_calibrated_on
             assert losses[1] < losses[0], name
 
 
+def test_down_of_whole_experts_is_nearer_to_its_source_after_calibration(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    source = sources[WHOLE]
+    importance = measured(source)
+    packages = [
+        convert(source, tmp_path / name, quantization="q4k", importance=importance_of)
+        for name, importance_of in (("plain", None), ("calibrated", lambda checkpoint: importance))
+    ]
+    assert all(package.manifest.layout.down_by_output for package in packages)
+    with open_checkpoint(source, Options()) as checkpoint:
+        exact, model = CheckpointWeights(checkpoint), checkpoint.model
+        losses = np.array(
+            [
+                [
+                    (np.square(weights.neurons(*place)[-1] - exact.neurons(*place)[-1]).sum(axis=1) * columns).sum()
+                    for weights in (PackageWeights(package) for package in packages)
+                ]
+                for place in model.places
+                if (columns := importance.by_matrix.get(f"layers.{place[0]}.experts.{place[1]}.down")) is not None
+            ]
+        )
+    assert len(losses) > model.ffns / 2
+    assert (losses[:, 1] < losses[:, 0]).all()
+
+
+def test_parts_of_a_shared_expert_have_their_columns_of_its_entry(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Also those of a dense layer, whose last part is shorter in the file."""
+    model, generator = convert_model(sources[WHOLE]), np.random.default_rng(8)
+    width, neurons, routed = model.width, model.neurons, model.experts
+    shared, dense = generator.random(2 * neurons), generator.random(neurons * model.expert_counts[0] - 5)
+    entries = {
+        "blk.2.ffn_gate_shexp.weight": generator.random(width),
+        "blk.2.ffn_down_shexp.weight": shared,
+        "blk.0.ffn_up.weight": generator.random(width),
+        "blk.0.ffn_down.weight": dense,
+    }
+    by_matrix = read_imatrix(write_gguf_imatrix(tmp_path / "imatrix", entries), model).by_matrix
+    assert len(by_matrix) == 4 + 2 * model.expert_counts[0]
+    for part in range(2):
+        columns = by_matrix[f"layers.2.experts.{routed + part}.down"]
+        expected = shared[part * neurons : (part + 1) * neurons]
+        np.testing.assert_allclose(columns, np.maximum(expected / expected.mean(), MIN_RELATIVE_IMPORTANCE), rtol=1e-5)
+        assert by_matrix[f"layers.2.experts.{routed + part}.gate"].shape == (width,)
+    last = by_matrix[f"layers.0.experts.{model.expert_counts[0] - 1}.down"]
+    assert (last[-5:] == np.float32(MIN_RELATIVE_IMPORTANCE)).all()
+    with pytest.raises(UserError, match="belongs to another model"):
+        read_imatrix(write_gguf_imatrix(tmp_path / "long", {"blk.2.ffn_down_shexp.weight": np.ones(300)}), model)
+
+
 @pytest.mark.parametrize("write", WRITERS)
 def test_an_imatrix_file_gives_each_matrix_its_own_columns(
     write: Callable[..., Path], sources: dict[str, Path], tmp_path: Path
@@ -147,13 +198,14 @@ def test_an_imatrix_file_gives_each_matrix_its_own_columns(
     output = generator.random(model.query_width)
     experts = generator.random((model.experts, model.width))
     experts[2] = 0  # no token chose it
+    neurons = generator.random((model.experts, model.neurons))
     entries = {
         "blk.1.attn_q.weight": query,
         "blk.1.attn_k.weight": query,
         "blk.0.attn_output.weight": output,
         "blk.2.ffn_gate_exps.weight": experts,
         "blk.1.ffn_gate_up_exps.weight": experts[::-1],  # in one tensor
-        "blk.2.ffn_down_exps.weight": generator.random((model.experts, model.neurons)),
+        "blk.2.ffn_down_exps.weight": neurons,
         "blk.0.ffn_gate_inp.weight": query,
         f"blk.{model.layers}.attn_q.weight": query,
     }
@@ -163,12 +215,14 @@ def test_an_imatrix_file_gives_each_matrix_its_own_columns(
         "layers.1.qkv",
         "layers.0.attention_output",
         *(f"layers.2.experts.{expert}.gate" for expert in used),
+        *(f"layers.2.experts.{expert}.down" for expert in range(model.experts)),
         *(f"layers.1.experts.{model.experts - 1 - expert}.{part}" for expert in used for part in ("gate", "up")),
     }
     for name, values in (
         ("layers.1.qkv", query),
         ("layers.0.attention_output", output),
         *((f"layers.2.experts.{expert}.gate", experts[expert]) for expert in used),
+        *((f"layers.2.experts.{expert}.down", neurons[expert]) for expert in range(model.experts)),
         *((f"layers.1.experts.{model.experts - 1 - expert}.up", experts[expert]) for expert in used),
     ):
         expected = np.maximum(values / values.mean(), MIN_RELATIVE_IMPORTANCE)
