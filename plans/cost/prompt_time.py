@@ -32,9 +32,9 @@ def products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCost, toke
     pairs, expert_weights = _pairs(manifest, rates, tokens), model.neurons * model.width
     expert_tokens = max(1, round(pairs / (union(rates.chosen, tokens) * model.ffns)))  # of an expert that is chosen
     gates = pairs / expert_tokens * expert_weights
-    rows_ms = cost.panel_ms(tokens, mixers) + cost.panel_ms(expert_tokens, gates, gates=True)
+    rows_ms = cost.panel_ms(tokens, mixers, "mixers") + cost.panel_ms(expert_tokens, gates, "gates")
     if manifest.layout.down_by_output:
-        return rows_ms + cost.panel_ms(expert_tokens, 2 * gates)
+        return rows_ms + cost.panel_ms(expert_tokens, 2 * gates, "values")
     values = pairs * rates.value_read * expert_weights
     return rows_ms + cost.reused_values_ms(values * (2 if model.gated else 1), rates.value_read)
 

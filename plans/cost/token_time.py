@@ -21,7 +21,7 @@ from neuronpipe.plans.cost.expected_misses import PartAccesses, ResidentSlots, j
 from neuronpipe.plans.cost.io_wait import IoWait, IssueTime, Reads
 from neuronpipe.plans.cost.prompt_time import between_products_ms, products_ms
 from neuronpipe.plans.cost.step_bytes import StepBytes
-from neuronpipe.plans.cost.work_cost import WorkCost
+from neuronpipe.plans.cost.work_cost import WorkCost, summed
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.manifest import Manifest
@@ -117,7 +117,9 @@ def matrices_saved_ms(
     saved: dict[str, float] = {}
     for name in MATRICES:
         calls = 1 if name == "output" else manifest.model.layers
-        time_ms = _times(run_cost.cost.step_factor(), run_cost.cost.fixed_ms(calls * matrix_bytes(manifest, name)))
+        time_ms = _times(
+            run_cost.cost.step_factor(), run_cost.cost.fixed_ms(calls * matrix_bytes(manifest, name), name)
+        )
         if time_ms is not None:
             saved[name] = time_ms - run_cost.device.matrices_ms((name,), 1)
     return saved
@@ -172,7 +174,7 @@ class _Step:
 
     @property
     def work_ms(self) -> float | None:
-        return _sum(self.sequential_ms, self.pieces_ms)
+        return summed(self.sequential_ms, self.pieces_ms)
 
     @property
     def overhead_ms(self) -> float:
@@ -184,7 +186,7 @@ class _Step:
 
     @property
     def ms(self) -> float | None:
-        return _sum(self.work_ms, self.overhead_ms, self.exposed_ms, self.waited_ms)
+        return summed(self.work_ms, self.overhead_ms, self.exposed_ms, self.waited_ms)
 
 
 @frozen
@@ -236,16 +238,16 @@ class _RunCost:
             triggers_ms = 0.0
             neurons_ms = self.cost.predicted_ms(trigger_bytes, value_bytes, rates.trigger_read, piece_bytes)
             pieces_ms = _times(factor, neurons_ms)
-        sequential_ms = _sum(fixed_ms, kv_ms, triggers_ms)
-        neurons_total_ms = _sum(triggers_ms, pieces_ms)
+        sequential_ms = summed(fixed_ms, kv_ms, triggers_ms)
+        neurons_total_ms = summed(triggers_ms, pieces_ms)
         waited_ms: float | None = 0.0
         if self.device is not None:  # the workers wait while it computes a matrix
             matrices_ms = self.device.matrices_ms(self.compute.held_matrices, batch)
-            waited_ms = _sum(matrices_ms, self.device.waited_ms(device_ms, neurons_total_ms))
+            waited_ms = summed(matrices_ms, self.device.waited_ms(device_ms, neurons_total_ms))
             device_ms += matrices_ms
         elif blocks or self.compute.held_matrices:
             waited_ms = None  # an unmeasured device may be as fast as the workers, or a hundred times slower
-        flash_reads = self._step_reads(triggers, values, _sum(fixed_ms, kv_ms), _sum(neurons_total_ms, waited_ms))
+        flash_reads = self._step_reads(triggers, values, summed(fixed_ms, kv_ms), summed(neurons_total_ms, waited_ms))
         reads, read_bytes = sum(group.reads for group in flash_reads), sum(group.read_bytes for group in flash_reads)
         return _Step(
             sequential_bytes=int(fixed_bytes + kv_bytes + (trigger_bytes if in_order else 0)),
@@ -261,8 +263,8 @@ class _RunCost:
                 for group in flash_reads
             ),
             synchronization_ms=self.cost.synchronization_ms(),
-            flash_ms=_sum(*map(self.io_wait.flash_ms, flash_reads)),
-            exposed_ms=_sum(*map(self.io_wait.exposed_ms, flash_reads)),
+            flash_ms=summed(*map(self.io_wait.flash_ms, flash_reads)),
+            exposed_ms=summed(*map(self.io_wait.exposed_ms, flash_reads)),
             device_ms=device_ms,
             waited_ms=waited_ms,
             flash_reads=tuple(flash_reads),
@@ -308,11 +310,11 @@ class _RunCost:
         all_triggers = self.compute.mode != "predicted"
         before_attention = self.compute.prefetch and known_before_attention(self.manifest, self.compute)
         if all_triggers and self.manifest.model.experts == 1:
-            issue_time, hidden_ms = IssueTime.AHEAD, _sum(attention_ms, neurons_ms)
+            issue_time, hidden_ms = IssueTime.AHEAD, summed(attention_ms, neurons_ms)
         else:
             issue_time, hidden_ms = (
                 IssueTime.TOGETHER,
-                _sum(attention_ms, neurons_ms) if before_attention else neurons_ms,
+                summed(attention_ms, neurons_ms) if before_attention else neurons_ms,
             )
         if not self.compute.pipeline:
             hidden_ms = neurons_ms = 0.0
@@ -429,11 +431,6 @@ def shares_core(compute: Compute) -> bool:
     """Return True if the loader runs on a decode worker's core, or is not pinned to a core."""
     loader_core = next(process.core for process in compute.processes if process.role == "loader")
     return loader_core is None or loader_core in {worker.core for worker in compute.decode_workers()}
-
-
-def _sum(*times_ms: float | None) -> float | None:
-    """Return the sum; None if one of the times is None."""
-    return None if any(time_ms is None for time_ms in times_ms) else sum(time_ms or 0.0 for time_ms in times_ms)
 
 
 def _times(factor: float, time_ms: float | None) -> float | None:

@@ -6,13 +6,20 @@ memory, with which computing is assumed to keep up. A cost is None if neither wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.measured_points import DecodeKind
 from neuronpipe.plans.device.profile import DeviceProfile
-from neuronpipe.plans.package.layout import CODEBOOK_QUANTIZATIONS, MINIMUM_QUANTIZATIONS, Quantization
+from neuronpipe.plans.package.layout import (
+    BLOCK_WEIGHTS,
+    CODEBOOK_QUANTIZATIONS,
+    MINIMUM_QUANTIZATIONS,
+    Quantization,
+    row_bytes,
+)
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.frozen import frozen
@@ -53,9 +60,13 @@ class WorkCost:
     profile: DeviceProfile | None = None
 
     # ---- decode ----------------------------------------------------------------------------------------------
-    def fixed_ms(self, size_bytes: float) -> float | None:
-        """Return the time of products of fixed matrices, of which `size_bytes` are read."""
-        return self._in_order_ms("matrix", size_bytes)
+    def fixed_ms(self, size_bytes: float, matrix: str = "") -> float | None:
+        """Return the time of products of fixed matrices, of which `size_bytes` are read.
+
+        matrix: the only matrix that is read; "": all, each with its share of the bytes
+        """
+        only = {self.manifest.quantization_of(matrix): 1.0}
+        return self._whole_rows_ms(size_bytes, only if matrix else self._fixed_shares)
 
     def triggers_ms(self, size_bytes: float) -> float | None:
         """Return the time of all trigger rows of blocks, read in order."""
@@ -70,9 +81,10 @@ class WorkCost:
         Whole experts have rows as fixed matrices have them.
         """
         if self.manifest.layout.down_by_output:
-            return self.fixed_ms(size_bytes)
-        if (speed := self._values_bytes_per_s(share, predicted=False)) is not None:
-            return 1e3 * size_bytes / speed
+            up, down = self._value_shares
+            return summed(*(self._whole_rows_ms(size_bytes * part, {of: 1.0}) for of, part in (up, down)))
+        if (each_s := self._values_s_per_byte(share, predicted=False)) is not None:
+            return 1e3 * size_bytes * each_s
         return self._pieces_ms(size_bytes, piece_bytes)
 
     def predicted_ms(self, trigger_bytes: float, value_bytes: float, share: float, piece_bytes: int) -> float | None:
@@ -81,8 +93,8 @@ class WorkCost:
         Other parameters are as in `values_ms`.
         """
         triggers_ms = self._kernel_ms("predicted_triggers", trigger_bytes, share, self._gate_rows)
-        if triggers_ms is not None and (speed := self._values_bytes_per_s(share, predicted=True)) is not None:
-            return triggers_ms + 1e3 * value_bytes / speed
+        if triggers_ms is not None and (each_s := self._values_s_per_byte(share, predicted=True)) is not None:
+            return triggers_ms + 1e3 * value_bytes * each_s
         return self._pieces_ms(trigger_bytes + value_bytes, piece_bytes)
 
     def sequential_read_ms(self, size_bytes: float) -> float | None:
@@ -113,16 +125,22 @@ class WorkCost:
         return (barriers * self.profile.barrier_us(self.workers) + self.profile.message_us(self.workers)) / 1e3
 
     # ---- prefill ---------------------------------------------------------------------------------------------
-    def panel_ms(self, tokens: int, weights: float, *, gates: bool = False) -> float:
+    def panel_ms(self, tokens: int, weights: float, of: Literal["mixers", "gates", "values"]) -> float:
         """Return the time to multiply weights by the vectors of `tokens` tokens.
 
         weights: number of weights
-        gates: the weights are those of gates, not of fixed matrices
+        of: matrices that have these weights
         """
-        rows = self._gate_rows if gates else self._rows
+        if of == "gates":
+            return tokens * weights * self._panel_ms(tokens, self._gate_rows)
+        parts = self._value_shares if of == "values" else self._mixer_shares.items()
+        return tokens * weights * sum(part * self._panel_ms(tokens, self._rows(name)) for name, part in parts)
+
+    def _panel_ms(self, tokens: int, rows: dict[str, Any]) -> float:
+        """Return the time of a weight and a token in a panel of `tokens` tokens."""
         speed = self._measured(lambda profile: profile.panel_token_weights_per_s(tokens, self.workers, **rows))
         assumed = self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S * tokens / (tokens + PANEL_TOKENS_OF_SETUP)
-        return 1e3 * tokens * weights / (speed or assumed)
+        return 1e3 / (speed or assumed)
 
     def reused_values_ms(self, token_weights: float, share: float) -> float:
         """Return the time of a prompt's value rows, which each token reads from the processor's cache.
@@ -132,8 +150,9 @@ class WorkCost:
         """
 
         def seconds_per_weight(profile: DeviceProfile) -> float:
-            up = profile.reused_token_weights_per_s("ups", self.workers, share, **self._rows)
-            return 0.5 / up + 0.5 / profile.reused_token_weights_per_s("downs", self.workers, share, **self._rows)
+            of_up, of_down = (self._rows(quantization) for quantization, _ in self._value_shares)
+            up = profile.reused_token_weights_per_s("ups", self.workers, share, **of_up)
+            return 0.5 / up + 0.5 / profile.reused_token_weights_per_s("downs", self.workers, share, **of_down)
 
         each_s = self._measured(seconds_per_weight)
         return 1e3 * token_weights * (each_s or 1 / (self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S))
@@ -241,22 +260,37 @@ class WorkCost:
         return self.profile is not None and bool(self.profile.decode) and not self.profile.steps
 
     # ---- speeds ----------------------------------------------------------------------------------------------
-    def _in_order_ms(self, kind: DecodeKind, size_bytes: float, rows: dict[str, Any] | None = None) -> float | None:
+    def _in_order_ms(self, kind: DecodeKind, size_bytes: float, rows: dict[str, Any]) -> float | None:
         """Return the longer of the times of kernel and memory; None if neither was measured.
 
         A kernel's measurement may be too fast, if part of its data stayed in a large cache.
         """
-        times_ms = self._kernel_ms(kind, size_bytes, 1.0, rows or self._rows), self.sequential_read_ms(size_bytes)
+        times_ms = self._kernel_ms(kind, size_bytes, 1.0, rows), self.sequential_read_ms(size_bytes)
         return max((time_ms for time_ms in times_ms if time_ms is not None), default=None)
+
+    def _whole_rows_ms(self, size_bytes: float, shares: Mapping[Quantization, float]) -> float | None:
+        """Return the time of products with whole rows in order.
+
+        shares: share of the bytes in each quantization
+        """
+        return summed(*(self._in_order_ms("matrix", size_bytes * part, self._rows(of)) for of, part in shares.items()))
 
     def _kernel_ms(self, kind: DecodeKind, size_bytes: float, share: float, rows: dict[str, Any]) -> float | None:
         speed = self._measured(lambda profile: profile.decode_bytes_per_s(kind, self.workers, share, **rows))
         return None if speed is None else 1e3 * size_bytes / speed
 
-    def _values_bytes_per_s(self, share: float, *, predicted: bool) -> float | None:
-        return self._measured(
-            lambda profile: profile.values_bytes_per_s(self.workers, share, predicted=predicted, **self._rows)
-        )
+    def _values_s_per_byte(self, share: float, *, predicted: bool) -> float | None:
+        """Return the time for a byte of Up and Down rows of active neurons; None if not measured. The kernel of an Up
+        row also prefetches the Down row, so that neither speed alone has a meaning."""
+        kinds: tuple[DecodeKind, DecodeKind] = ("predicted_ups", "predicted_downs") if predicted else ("ups", "downs")
+
+        def seconds(profile: DeviceProfile) -> float:
+            return sum(
+                part / profile.decode_bytes_per_s(kind, self.workers, share, **self._rows(quantization))
+                for kind, (quantization, part) in zip(kinds, self._value_shares, strict=True)
+            )
+
+        return self._measured(seconds)
 
     def _measured(self, figure: Callable[[DeviceProfile], float]) -> float | None:
         """Return a figure of the profile; None without a profile, or if the figure raises KeyError."""
@@ -265,14 +299,46 @@ class WorkCost:
         except KeyError:
             return None
 
-    @property
-    def _rows(self) -> dict[str, Any]:
-        """Arguments of profile queries for rows of the package.
+    # ---- quantizations ---------------------------------------------------------------------------------------
+    @functools.cached_property
+    def _value_shares(self) -> tuple[tuple[Quantization, float], tuple[Quantization, float]]:
+        """Quantization and share of the bytes of Up and of Down. Down has all where Up decides which neurons fire; its
+        rows then count half as either."""
+        model, of_down = self.manifest.model, self.manifest.row_quantization("down")
+        of_up = self.manifest.row_quantization("up") if model.gated else of_down
+        up, down = (row_bytes(quantization, model.width) for quantization in (of_up, of_down))
+        return (of_up, up / (up + down)), (of_down, down / (up + down))
+
+    @functools.cached_property
+    def _mixer_shares(self) -> dict[Quantization, float]:
+        """Share of the weights of mixers in each quantization."""
+        model, manifest = self.manifest.model, self.manifest
+        qkv = model.attention_weights * model.qkv_rows / (model.qkv_rows + model.query_width)
+        weights: dict[Quantization, float] = {}
+        for name, count in (
+            ("qkv", qkv),
+            ("attention_output", model.attention_weights - qkv),
+            ("recurrent_input", model.recurrent_weights),
+        ):
+            weights[manifest.quantization_of(name)] = weights.get(manifest.quantization_of(name), 0.0) + count
+        return {quantization: count / sum(weights.values()) for quantization, count in weights.items() if count}
+
+    @functools.cached_property
+    def _fixed_shares(self) -> dict[Quantization, float]:
+        """Share of the bytes of fixed matrices, which a step reads, in each quantization."""
+        model, of_output = self.manifest.model, self.manifest.quantization_of("output")
+        mixers = model.attention_weights + model.recurrent_weights
+        sizes = {of: mixers * part * row_bytes(of, BLOCK_WEIGHTS) for of, part in self._mixer_shares.items()}
+        output = model.vocabulary * model.width * row_bytes(of_output, BLOCK_WEIGHTS)
+        sizes[of_output] = sizes.get(of_output, 0.0) + output
+        return {quantization: size / sum(sizes.values()) for quantization, size in sizes.items()}
+
+    def _rows(self, quantization: Quantization) -> dict[str, Any]:
+        """Return arguments of profile queries for rows with a quantization.
 
         Unless they were measured, rows with minima take the time of q4k for each byte, and those of iq4 and mxfp4 the
         time of q4.
         """
-        quantization = self.manifest.quantization
         if quantization in MINIMUM_QUANTIZATIONS and not self._has_kernels(quantization):
             quantization = MINIMUM_QUANTIZATIONS[0]
         if quantization in CODEBOOK_QUANTIZATIONS and not self._has_kernels(quantization):
@@ -286,8 +352,8 @@ class WorkCost:
     def _gate_rows(self) -> dict[str, Any]:
         """Arguments of profile queries for rows of gates: those of other rows if the gates' kernels were not
         measured."""
-        gate_quantization = self.manifest.trigger_quantization
-        return self._rows | ({"quantization": gate_quantization} if self._has_kernels(gate_quantization) else {})
+        gates = self.manifest.trigger_quantization
+        return self._rows(gates if self._has_kernels(gates) else self.manifest.quantization)
 
     def _pieces_ms(self, size_bytes: float, piece_bytes: int) -> float | None:
         if self.speed is None:
@@ -299,3 +365,8 @@ class WorkCost:
         if self.workers >= speed.threads:
             return 1.0
         return min(1.0, self.workers * speed.one_thread_bytes_per_s / speed.sequential_bytes_per_s)
+
+
+def summed(*times_ms: float | None) -> float | None:
+    """Return the sum; None if one of the times is None."""
+    return None if any(time_ms is None for time_ms in times_ms) else sum(time_ms or 0.0 for time_ms in times_ms)

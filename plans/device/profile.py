@@ -266,26 +266,6 @@ class DeviceProfile:
         )
         return self._interpolated(("reused", kind, quantization, core), measured, (workers, row_weights, share))
 
-    def values_bytes_per_s(
-        self,
-        workers: int,
-        share: float,
-        *,
-        predicted: bool = False,
-        quantization: Quantization = "q4",
-        row_weights: int = 4096,
-        core: Kind | None = None,
-    ) -> float:
-        """Return the speed of the Up and Down rows of the neurons that fired, both together. The figure of either alone
-        is misleading, since the kernel of an Up row also prefetches the Down row. Raises KeyError if one was not
-        measured."""
-        kinds: tuple[DecodeKind, DecodeKind] = ("predicted_ups", "predicted_downs") if predicted else ("ups", "downs")
-        up, down = (
-            self.decode_bytes_per_s(kind, workers, share, quantization=quantization, row_weights=row_weights, core=core)
-            for kind in kinds
-        )
-        return 2 / (1 / up + 1 / down)
-
     def read_cpu_us(self, size_bytes: int, at_once: float) -> float:
         """Return the processor time of one of `at_once` flash reads requested together; 0 if it was not measured."""
         return self.flash.read_cpu_us(size_bytes, at_once) if self.flash else 0.0

@@ -91,23 +91,30 @@ def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case
 
 def profile_cases(manifest: Manifest) -> tuple[Case, ...]:
     """Return the cases of a device profile that is measured for a package: those of every profile, and those of the
-    package's quantization, if profiles lack it."""
-    if manifest.quantization in {quantization for quantization, _ in SHAPES}:
-        return all_cases()
-    return all_cases((*SHAPES, (manifest.quantization, min(manifest.model.width, MAX_ROW_WEIGHTS))))
+    package's quantizations that profiles lack."""
+    width = min(manifest.model.width, MAX_ROW_WEIGHTS)
+    measured = {quantization for quantization, _ in SHAPES}
+    lacking = sorted({manifest.quantization, *manifest.all_quantizations.values()} - measured)
+    return all_cases((*SHAPES, *((quantization, width) for quantization in lacking)))
 
 
 def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
     """Return the cases of the kernels that dominate runs of this package."""
-    width = min(manifest.model.width, MAX_ROW_WEIGHTS)
+    width, is_whole = min(manifest.model.width, MAX_ROW_WEIGHTS), manifest.layout.down_by_output
     rows, gates = (manifest.quantization, width), (manifest.trigger_quantization, width)
+    downs, output = (manifest.row_quantization("down"), width), (manifest.quantization_of("output"), width)
     share = SHARES[-1] if manifest.model.all_neurons_fire else SHARES[0]
-    cases = [Case("matrix", *rows, 1.0), Case("exact", *rows, share), Case("reused", *rows, share)]
-    cases += [Case("predicted", *rows, share)] if manifest.predictor is not None else []
-    cases += [Case("panel", *rows, float(tokens)) for tokens in PANEL_TOKENS[1:]]
-    if gates != rows:
-        cases += [Case("exact", *gates, share)] + [Case("predicted", *gates, share)] * (manifest.predictor is not None)
-        cases += [Case("panel", *gates, float(tokens)) for tokens in PANEL_TOKENS[1:]]
+    panels = [float(tokens) for tokens in PANEL_TOKENS[1:]]
+    cases = [Case("matrix", *rows, 1.0)]
+    cases += [Case("matrix", *output, 1.0)] if output != rows else []
+    cases += [Case("matrix", *downs, 1.0)] if is_whole and downs not in (rows, output) else []
+    for shape in dict.fromkeys((rows, gates, downs)):
+        if shape in (rows, gates) or is_whole:
+            cases += [Case("panel", *shape, tokens) for tokens in panels]
+        if shape in (rows, gates) or not is_whole:
+            cases += [Case("exact", *shape, share)]
+            cases += [Case("reused", *shape, share)] if shape != gates or shape == rows else []
+            cases += [Case("predicted", *shape, share)] if manifest.predictor is not None else []
     return (*cases, Case("reused", "f16", 4096, share))  # attention of prompts
 
 

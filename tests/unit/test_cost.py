@@ -11,9 +11,10 @@ from neuronpipe.plans.cost import prompt_time as prompts
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.prompt_time import between_products_ms, products_ms
 from neuronpipe.plans.cost.work_cost import ASSUMED_STEP_FACTOR, ASSUMED_STEP_FACTOR_OF_ONE, WorkCost
+from neuronpipe.plans.device.measured_points import DecodeKind
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.models.spec import LayerKind
-from neuronpipe.plans.package.layout import compute_layout
+from neuronpipe.plans.package.layout import Quantization, compute_layout, expert_layout, row_bytes
 from neuronpipe.plans.package.manifest import Manifest
 
 from tests.unit.test_device_profile import decode_point, profile
@@ -23,6 +24,26 @@ from tests.unit.test_planner import manifest
 def cost(of: DeviceProfile | None, model: Manifest | None = None, workers: int = 2) -> WorkCost:
     speed = None if of is None else of.memory_speed()
     return WorkCost(model or manifest(), "exact", workers, True, None, speed, of)
+
+
+def mixed_manifest(*, is_whole: bool = False) -> Manifest:
+    """A package in q4k whose Down is in q5k and whose output is in q6k."""
+    model, by_matrix = manifest(width=4096), {"gate": "q4k", "up": "q4k", "down": "q5k"}
+    whole = expert_layout(4096, 1024, by_matrix, package="q4k")
+    by_neuron = compute_layout("q4k", 4096, 1024, model.model.ffn_matrices, "source", differing={"down": "q5k"})
+    return dataclasses.replace(
+        model, quantization="q4k", layout=whole if is_whole else by_neuron, quantizations={"output": "q6k"}
+    )
+
+
+def speeds(kinds: dict[DecodeKind, dict[Quantization, float]]) -> DeviceProfile:
+    """A profile with these speeds of kernels, bytes/s, and no others."""
+    points = tuple(
+        dataclasses.replace(decode_point(kind, 1.0, 2, speed), quantization=quantization)
+        for kind, of in kinds.items()
+        for quantization, speed in of.items()
+    )
+    return profile(decode=points, dram=())
 
 
 def test_a_step_is_longer_than_its_kernels_also_where_no_run_was_measured() -> None:
@@ -48,6 +69,25 @@ def test_gates_of_their_own_quantization_are_planned_by_their_own_kernels() -> N
     q4_ms, q3_ms = (cost(one, q3).triggers_ms(1e9) for one in (without, measured))
     assert q4_ms == pytest.approx(1e3 / 16)  # as many bytes a second as q4, where q3 was not measured
     assert q3_ms == pytest.approx(1e3 / 2)
+
+
+def test_up_and_down_take_the_time_of_their_own_kernels() -> None:
+    of = speeds({"ups": {"q4k": 4e9, "q5k": 1e9}, "downs": {"q4k": 4e9, "q5k": 2e9}})
+    up, down = row_bytes("q4k", 4096), row_bytes("q5k", 4096)
+    assert cost(of, mixed_manifest()).values_ms(up + down, 1.0, 4096) == pytest.approx(up / 4e6 + down / 2e6)
+    matrix = speeds({"matrix": {"q4k": 8e9, "q5k": 2e9, "q6k": 1e9}})
+    whole = cost(matrix, mixed_manifest(is_whole=True))
+    assert whole.values_ms(up + down, 1.0, 4096) == pytest.approx(up / 8e6 + down / 2e6)
+
+
+def test_an_output_takes_the_time_of_its_own_kernel() -> None:
+    of = cost(speeds({"matrix": {"q4k": 8e9, "q6k": 1e9}}), mixed_manifest())
+    assert of.fixed_ms(1e6, "qkv") == pytest.approx(1e6 / 8e6)
+    assert of.fixed_ms(1e6, "output") == pytest.approx(1.0)
+    model = of.manifest.model
+    output = model.vocabulary * model.width * row_bytes("q6k", 256)
+    mixers = model.attention_weights * row_bytes("q4k", 256)
+    assert of.fixed_ms(output + mixers) == pytest.approx(output / 1e6 + mixers / 8e6)
 
 
 @pytest.mark.parametrize(("tokens", "before"), [(1, 0), (7, 0), (3, 5), (20, 0), (8, 30)])

@@ -21,10 +21,12 @@ from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, measu
 from neuronpipe.plans.measure.benchmark_slots import Neurons, allocate_benchmark_memory, largest_cache_bytes
 from neuronpipe.plans.measure.device_measurement import Effort, measure_flash, measure_profile
 from neuronpipe.plans.measure.flash_reads import read_cases
-from neuronpipe.plans.measure.kernel_speed import KINDS, all_cases, profile_cases
+from neuronpipe.plans.measure.kernel_speed import KINDS, all_cases, kernel_cases, profile_cases
 from neuronpipe.plans.package.layout import Quantization, compute_layout
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
+
+from tests.unit.test_cost import mixed_manifest
 
 MIB = 1 << 20
 
@@ -192,7 +194,7 @@ def test_once_through_everything_with_little_of_each(tmp_path: Path) -> None:
     assert {cost.request_bytes for cost in profile.flash.costs} == {4096, 16384}  # of 64 KiB the file has too few
     assert {one.same_core for one in profile.sharing} >= {True}
     assert [wait.workers for wait in profile.messages] == list(range(1, profile.decode_workers + 1))
-    assert profile.values_bytes_per_s(1, 0.1, row_weights=2048) > 0
+    assert profile.decode_bytes_per_s("downs", 1, 0.1, row_weights=2048) > 0
 
 
 @pytest.mark.parametrize("quantization", ["q4", "q4k", "q6k", "iq4", "q5h"])
@@ -203,6 +205,18 @@ def test_a_profile_for_a_package_has_the_kernels_of_its_quantization(quantizatio
     of_package = {case.kind for case in cases if case.quantization == quantization}
     assert of_package == {"matrix", "exact", "predicted", "reused", "panel"}
     assert len(cases) == len(all_cases()) + (0 if quantization in ("q4", "q4k") else 10)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_profile_has_the_kernels_of_each_matrix_of_its_package(is_whole: bool) -> None:
+    """Down in q5k took the time of q4k, and the output in q6k as well."""
+    manifest = mixed_manifest(is_whole=is_whole)
+    assert {"q4k", "q5k", "q6k"} <= {case.quantization for case in profile_cases(manifest)}
+    brief = [(case.kind, case.quantization) for case in kernel_cases(manifest)]
+    assert {("matrix", "q4k"), ("matrix", "q6k"), ("panel", "q4k")} <= set(brief)
+    of_down = {kind for kind, quantization in brief if quantization == "q5k"}
+    assert of_down == ({"matrix", "panel"} if is_whole else {"exact", "reused"})
+    assert len(kernel_cases(manifest)) == len(set(kernel_cases(manifest)))
 
 
 def test_flash_alone_is_measured_again_and_the_rest_stays(tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def test_a_start_measures_the_kernels_of_its_package_with_one_worker_and_with_al
     rows: dict[str, Any] = {"quantization": manifest.quantization, "row_weights": manifest.model.width}
     for workers in (1, 2):
         assert found.decode_bytes_per_s("matrix", workers, **rows) > 0
-        assert found.values_bytes_per_s(workers, 0.1, **rows) > 0
+        for kind in ("ups", "downs"):
+            assert found.decode_bytes_per_s(kind, workers, 0.1, **rows) > 0
         assert found.panel_token_weights_per_s(512, workers, **rows) > 0
     assert {point.workers for point in found.decode} == {1, 2}
     assert found.steps == ()

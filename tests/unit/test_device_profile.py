@@ -158,7 +158,6 @@ def test_speeds_are_asked_for_by_what_a_plan_knows() -> None:
     assert p.decode_bytes_per_s("triggers", 1, core="little") == pytest.approx(2e9)
     assert p.decode_bytes_per_s("triggers", 2) == pytest.approx(16e9)
     assert p.decode_bytes_per_s("ups", 2, share=0.1**0.5 * 0.5**0.5) == pytest.approx((4e9 * 8e9) ** 0.5)
-    assert p.values_bytes_per_s(2, 0.1) == pytest.approx(6e9)  # as long for Ups at 4 as for Downs at 12
     assert p.panel_token_weights_per_s(32, 2) == pytest.approx(2e11)
     assert p.reused_token_weights_per_s("ups", 2, 0.1) == pytest.approx(5e10)
     assert p.dram_bytes_per_s(2, 2304) == pytest.approx(9e9)
