@@ -84,28 +84,28 @@ class AttentionSizes(RecurrentSizes):
         fields = ("key_heads", "head_width", "value_from_key")
         return any(getattr(kind, field) for kind in self.layer_kinds for field in fields)
 
-    @property
+    @cached_property
     def query_width(self) -> int:
         """Number of columns of attention_output, at most in any layer."""
         return max(heads.query_width for heads in self.layer_heads)
 
-    @property
+    @cached_property
     def key_width(self) -> int:
         """Number of rows of the key matrix, at most in any layer."""
         return max(heads.key_width for heads in self.layer_heads)
 
-    @property
+    @cached_property
     def qkv_rows(self) -> int:
         """Number of rows of the query, key and value matrices together, and of the gate of attention's output, at most
         in any layer."""
         return max(heads.qkv_rows for heads in self.layer_heads)
 
-    @property
+    @cached_property
     def max_head_width(self) -> int:
         """The greatest width of a query, key or value of one head."""
         return max(max(heads.width, heads.value_width) for heads in self.layer_heads)
 
-    @property
+    @cached_property
     def attention_weights(self) -> int:
         """Number of weights of attention's matrices in all layers."""
         if not self.latent_width:

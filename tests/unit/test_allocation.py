@@ -314,7 +314,7 @@ def test_pins_that_starve_the_cache_of_a_mixture_are_expected_to_miss_all_the_ot
 
     unpinned = 1 - each / m.layout.clusters
     assert rate(0.2, pins) == pytest.approx(unpinned, abs=0.01)  # a tenth is left, and a token wants an eighth of it
-    assert rate(0.3, pins) < 0.5 * unpinned
+    assert rate(0.32, pins) < 0.5 * unpinned
     assert rate(0.2, made.memory.pins) < 0.5
     nothing = made.memory.pins
     assert rate(0.1, nothing) == pytest.approx(1.0, abs=0.001)  # less than a token wants
