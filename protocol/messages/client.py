@@ -109,6 +109,7 @@ class Finished(Message):
     mode: "exact", "predicted" or "thresholded"
     cached_tokens: how many tokens of the prompt were not computed, because another sequence or the
         prompt cache has them
+    stop: the stop string that was generated, with reason "stop"
     """
 
     request: str
@@ -126,6 +127,7 @@ class Finished(Message):
     plan: str
     mode: Mode
     cached_tokens: int = 0
+    stop: str | None = None
 
 
 @message

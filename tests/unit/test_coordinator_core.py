@@ -988,7 +988,7 @@ def test_a_stop_string_within_a_step_ends_the_sequence_with_that_step() -> None:
     finish(run.scheduler, step)
     (finished,) = told(run.scheduler.handle(TokensSampled(()), 3.0))
     assert isinstance(finished, Finished)
-    assert (finished.reason, finished.text, finished.tokens) == ("stop", "", 1)
+    assert (finished.reason, finished.stop, finished.text, finished.tokens) == ("stop", "x", "", 1)
 
 
 def test_a_constrained_sequence_that_is_cancelled_within_a_step_ends_with_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.services.coordinator.text.tokenizer import TextStream
@@ -54,3 +55,22 @@ def test_the_stop_string_and_what_follows_are_never_shown() -> None:
 
 def test_what_was_held_back_is_shown_at_the_end() -> None:
     assert "".join(stream("ab\n", stop=["\n\n"])[0]) == "ab\n"
+
+
+@pytest.mark.parametrize(("text", "matched"), [("a b c", None), ("a b--", "--"), ("ab\n\ncd", "\n\n")])
+def test_the_stop_string_that_ends_the_text_is_known(text: str, matched: str | None) -> None:
+    pieces = TextStream(Bytes(), [], ["--", "\n\n"])
+    for token in text.encode():
+        pieces.push(token)
+        if pieces.stopped:
+            break
+    assert pieces.matched_stop == matched
+
+
+def test_of_two_stop_strings_in_one_token_the_earlier_ends_the_text() -> None:
+    class Whole(Bytes):
+        def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+            return "ab--cd\n\n" if tokens else ""
+
+    pieces = TextStream(Whole(), [], ["\n\n", "--"])
+    assert (pieces.push(1), pieces.matched_stop) == ("ab", "--")

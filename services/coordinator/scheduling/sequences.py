@@ -198,6 +198,7 @@ class Generation(Sequence):
             tokens=self.generated_tokens,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
+            stop=self.stream.matched_stop,
             ttft_ms=round(1000 * (times[0] - self.arrived_at), 3) if times else 0.0,
             tokens_per_s=round((len(times) - 1) / span_s, 2) if span_s > 0 else 0.0,
             tbt_ms=gap_quantiles_ms(times),

@@ -166,7 +166,7 @@ class TextStream:
 
     marks: the text of each special token that counts as text
     shown: all text released so far
-    stopped: True once a stop string was found
+    matched_stop: the stop string at which the text ends, once there is one
     """
 
     TAIL_TOKENS = 16
@@ -181,7 +181,11 @@ class TextStream:
         self._pending = ""
         self.shown = ""
         self._stop = tuple(s for s in stop if s)
-        self.stopped = False
+        self.matched_stop: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.matched_stop is not None
 
     def push(self, token: int) -> str:
         """Add a token; return the text that it releases."""
@@ -209,7 +213,7 @@ class TextStream:
         for stop in self._stop:
             at = self._pending.find(stop)
             if at >= 0:
-                self.stopped = True
+                self.matched_stop = stop  # one found later in this loop begins earlier
                 self._pending = self._pending[:at]
         keep = 0
         if not self.stopped:
