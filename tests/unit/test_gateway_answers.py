@@ -18,8 +18,13 @@ from neuronpipe.services.gateway.client.run_client import CoordinatorClient
 from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.gateway.openai.echo import empty_completion
-from neuronpipe.services.gateway.openai.response_encoding import ChatEncoder, CompletionEncoder, ResponseEncoder
-from neuronpipe.services.gateway.openai.response_sending import COMMENT, GenerationResponse
+from neuronpipe.services.gateway.openai.response_encoding import (
+    COMMENT,
+    ChatEncoder,
+    CompletionEncoder,
+    ResponseEncoder,
+)
+from neuronpipe.services.gateway.openai.response_sending import GenerationResponse
 
 from tests.pipeline import SLOWER
 
@@ -80,9 +85,13 @@ class Played:
 
 @asynccontextmanager
 async def answering(
-    texts: int = 1, *, stream: bool = True, run: asyncio.Future[None] | None = None
+    texts: int = 1,
+    *,
+    stream: bool = True,
+    run: asyncio.Future[None] | None = None,
+    form: ResponseEncoder | None = None,
 ) -> AsyncIterator[tuple[Played, asyncio.Task[None]]]:
-    """run: what the request waits for before it can ask."""
+    """run: what the request waits for before it can ask; form: the encoder, by default that of completions."""
     played = Played()
 
     @asynccontextmanager
@@ -98,7 +107,7 @@ async def answering(
     answer = GenerationResponse(
         hold,
         Metrics(),
-        CompletionEncoder("m", "f", with_usage=False, with_logprobs=False, end_tokens=()),
+        form or CompletionEncoder("m", "f", with_usage=False, with_logprobs=False, end_tokens=()),
         [Generate(request=f"r{number}", prompt="x") for number in range(texts)],
         context_tokens=CONTEXT_TOKENS,
         sequences_per_prompt=texts,

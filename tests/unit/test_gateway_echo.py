@@ -16,7 +16,7 @@ from neuronpipe.services.gateway.client.run_client import CoordinatorClient
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.gateway.openai.echo import EchoEncoder, EchoResponse, token_offsets
-from neuronpipe.services.gateway.openai.response_sending import COMMENT
+from neuronpipe.services.gateway.openai.response_encoding import COMMENT
 
 from tests.unit.test_gateway_answers import DONE
 

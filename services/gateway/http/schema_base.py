@@ -55,12 +55,19 @@ class RequestModel(BaseModel):
         return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
+class Lenient(RequestModel):
+    """The base of objects whose unknown fields are ignored: clients send them to every server, or send them back."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 # Tags of the members of unions: pydantic validates a value as the member that its tag names, so that an error is about
 # that member alone. `_path` of request_body.py removes the tags from the path of a field.
 TEXT, TEXTS, TOKENS, TOKEN_LISTS = "[text]", "[texts]", "[tokens]", "[lists of tokens]"
 PARTS, ITEMS = "[parts]", "[items]"
 MODE, FUNCTION, ALLOWED, UNREAD = "[mode]", "[function]", "[allowed]", "[unread]"
-UNION_TAGS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, FUNCTION, ALLOWED, UNREAD)
+CALL, RESULT, THINKING = "[call]", "[result]", "[thinking]"
+UNION_TAGS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, FUNCTION, ALLOWED, UNREAD, CALL, RESULT, THINKING)
 
 
 def union_of(message: str, tag_of: Callable[[Any], str | None]) -> Discriminator:

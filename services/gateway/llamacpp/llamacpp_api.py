@@ -59,7 +59,7 @@ class LlamaCppApi:
     async def tokenize(self, request: Request, client: str) -> dict[str, Any]:
         body = await read_body(request, TokenizeRequest)
         ask = Tokenize(request=new_request_id(), text=body.content, frame=body.add_special)
-        answer = await self._tokenize(ask, body.model, client)
+        answer = await self.tokenized(ask, body.model, client)
         charge_of(request.scope).grow((TOKEN_BYTES + PIECE_BYTES * body.with_pieces) * len(answer.tokens))
         if not body.with_pieces:
             return {"tokens": answer.tokens}
@@ -69,7 +69,7 @@ class LlamaCppApi:
     async def detokenize(self, request: Request, client: str) -> dict[str, Any]:
         body = await read_body(request, DetokenizeRequest)
         ask = Tokenize(request=new_request_id(), tokens=tuple(body.tokens), special=not body.skip_special_tokens)
-        return {"content": (await self._tokenize(ask, body.model, client)).text}
+        return {"content": (await self.tokenized(ask, body.model, client)).text}
 
     async def props(self, name: str | None) -> dict[str, Any]:
         """Return the body of `GET /props`: properties of a model and the defaults of its sampling options."""
@@ -102,7 +102,8 @@ class LlamaCppApi:
         message = "embeddings are not supported: the models of this server generate text"
         raise ApiError(400, "unsupported_endpoint", message)
 
-    async def _tokenize(self, ask: Tokenize, model: str | None, client: str) -> Tokenized:
+    async def tokenized(self, ask: Tokenize, model: str | None, client: str) -> Tokenized:
+        """Return the reply to a call of a model's tokenizer."""
         async with self._models.run_acquirer(self._models.find(model))() as coordinator:
             (answer,) = await tokenize_all(coordinator, [ask], client)
             return answer

@@ -45,6 +45,19 @@ class Arguments(NamedTuple):
 Part = Content | CallStart | Arguments
 
 
+class TextParser:
+    """A parser of one completion that calls no functions: all of it is text."""
+
+    complete = False
+
+    def push(self, text: str) -> Iterator[Part]:
+        if text:
+            yield Content(text)
+
+    def finish(self) -> Iterator[Part]:
+        yield from ()
+
+
 class CallParser:
     """A parser of one completion, which is fed text as it arrives.
 
@@ -179,6 +192,15 @@ def _match_ignoring_space(expected: str, text: str) -> int | None:
     return 0
 
 
+def parser_of(calls: CallFormat | None, *, text: bool = True) -> CallParser | TextParser:
+    """Return a parser of one completion.
+
+    calls: the call format; None if no functions may be called
+    text: True if there may be text before the first call
+    """
+    return TextParser() if calls is None else CallParser(calls, text=text)
+
+
 class Call(NamedTuple):
     """A call in a completion.
 
@@ -189,12 +211,13 @@ class Call(NamedTuple):
     arguments: str
 
 
-def parse_answer(text: str, calls: CallFormat, *, before: bool = True) -> tuple[str, list[Call], bool]:
+def parse_answer(text: str, calls: CallFormat | None, *, before: bool = True) -> tuple[str, list[Call], bool]:
     """Parse a whole completion; return its text, its calls, and True if it ends with a complete call.
 
+    calls: as in `parser_of`
     before: True if there may be text before the first call
     """
-    parser = CallParser(calls, text=before)
+    parser = parser_of(calls, text=before)
     content, parsed_calls = "", list[Call]()
     for part in (*parser.push(text), *parser.finish()):
         if isinstance(part, Content):

@@ -17,9 +17,14 @@ from neuronpipe.services.gateway.client.mailbox import Mailbox
 from neuronpipe.services.gateway.client.run_client import CoordinatorClient, new_request_id
 from neuronpipe.services.gateway.http.api_errors import prompt_too_long
 from neuronpipe.services.gateway.http.memory_account import message_bytes
-from neuronpipe.services.gateway.openai.response_encoding import DONE, CompletionEncoder, EncodedLogprobs, usage
-from neuronpipe.services.gateway.openai.response_sending import (
+from neuronpipe.services.gateway.openai.response_encoding import (
     COMMENT,
+    DONE,
+    CompletionEncoder,
+    EncodedLogprobs,
+    usage,
+)
+from neuronpipe.services.gateway.openai.response_sending import (
     COMMENT_S,
     COPIES,
     EventStream,

@@ -120,6 +120,11 @@ else:
     )
 
 
+def sampling_fields(request: SamplingOptions) -> dict[str, Any]:
+    """Return the sampling options of a request by the names of their fields."""
+    return {HTTP_NAMES.get(option.name, option.name): getattr(request, option.name) for option in SAMPLING_OPTIONS}
+
+
 class GenerationRequest(Constrained, SamplingOptions):
     """The fields that chat and plain completions share."""
 

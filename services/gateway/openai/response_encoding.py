@@ -15,11 +15,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from neuronpipe.plans.plan.memory_budget import REQUESTS_BYTES
-from neuronpipe.protocol.messages.client import Finished, Likely, Token
+from neuronpipe.protocol.messages.client import Accepted, Finished, Likely, Token
 from neuronpipe.services.gateway.http.api_errors import ApiError
 
 FINISH_REASONS = {"length": "length", "context": "length", "stop": "stop", "end": "stop"}
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"  # a comment of server-sent events, which clients ignore
 MAX_LOGPROB_CHARACTERS = REQUESTS_BYTES // 8
 """response_sending.py counts four copies of them, which leaves half of the memory account to other requests."""
 
@@ -40,6 +41,11 @@ def usage(finished: Sequence[Finished], sequences_per_prompt: int) -> dict[str, 
     }
 
 
+def typed_event(name: str, /, **fields: Any) -> bytes:
+    """Return a server-sent event whose type is also in its data."""
+    return f"event: {name}\ndata: {json.dumps({'type': name, **fields})}\n\n".encode()
+
+
 class ResponseEncoder(ABC):
     """The base of encoders, each of which encodes one response of an endpoint.
 
@@ -54,11 +60,12 @@ class ResponseEncoder(ABC):
     _logprob_keys: tuple[str, ...]  # the names of the lists in `logprobs`
     _logprob_suffix = ""  # JSON after these lists
     done = DONE  # sent after the last chunk of a stream
+    keep_alive = COMMENT  # sent while there is nothing else to send
 
     def __init__(
         self, model: str, fingerprint: str, *, with_usage: bool, with_logprobs: bool, end_tokens: Collection[int]
     ) -> None:
-        self._id = f"{self.prefix}-{os.urandom(12).hex()}"
+        self._id = f"{self.prefix}{os.urandom(12).hex()}"
         self._head = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         self._with_usage, self._with_logprobs, self._end_tokens = with_usage, with_logprobs, end_tokens
         self._logprobs: dict[int, list[EncodedLogprobs]] = {}
@@ -73,6 +80,10 @@ class ResponseEncoder(ABC):
         self._end_tokens = (*self._end_tokens, *tokens)
 
     # ---- streams ---------------------------------------------------------------------------------------------
+    def accepted(self, number: int, message: Accepted) -> bytes:
+        """Return the events that are sent once a sequence is accepted; by default there are none."""
+        return b""
+
     def first(self, number: int) -> bytes:
         """Return the chunk before a sequence's first token; by default there is none."""
         return b""
@@ -164,7 +175,7 @@ class ResponseEncoder(ABC):
 class ChatEncoder(ResponseEncoder):
     """The encoder of responses of `/v1/chat/completions`."""
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     _empty_content = '"delta": {}'
     _logprob_keys, _logprob_suffix = ("content",), ', "refusal": null'
 
@@ -198,7 +209,7 @@ def _logprob_entry(piece: bytes, logprob: float | None) -> dict[str, Any]:
 class CompletionEncoder(ResponseEncoder):
     """The encoder of responses of `/v1/completions`."""
 
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
     _empty_content = '"text": ""'
     _logprob_keys = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 

@@ -4,8 +4,8 @@ When the client closes the connection, its sequences are cancelled at once and a
 waits for its client to read; tokens that arrive meanwhile are sent together.
 
 The headers of a stream are sent when its sequences are accepted, before anything is computed; a request that is refused
-before that gets an error status. While there is nothing to send, comments keep the connection alive. A stream whose run
-must be started first gets its headers and a comment at once; an error after that is its last event.
+before that gets an error status. While there is nothing to send, comments or pings keep the connection alive. A stream
+whose run must be started first gets its headers and a comment at once; an error after that is its last event.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from neuronpipe.services.gateway.http.api_errors import ApiError, prompt_too_lon
 from neuronpipe.services.gateway.http.http_server import ABORT_KEY
 from neuronpipe.services.gateway.http.memory_account import charge_of
 from neuronpipe.services.gateway.http.metrics import Metrics
-from neuronpipe.services.gateway.openai.response_encoding import ResponseEncoder, usage
+from neuronpipe.services.gateway.openai.response_encoding import COMMENT, ResponseEncoder, usage
 from starlette.types import Receive, Scope, Send
 
 COMMENT_S = 5.0
 COPIES = 4  # copies of a whole response in memory: stored, joined, encoded and sent
 RUN_READY_S = 0.25  # a live run is acquired, and one that cannot start is refused, within this time
-COMMENT = b": waiting\n\n"  # a comment of server-sent events, which clients ignore
 
 
 class MeanLogprob:
@@ -220,6 +219,7 @@ class GenerationResponse:
                     if message.prompt_tokens >= self._context_tokens:
                         raise prompt_too_long(self._context_tokens, message.prompt_tokens)
                     unaccepted -= 1
+                    events += b"" if stream is None else encoder.accepted(number, message)
                     continue
                 if isinstance(message, Finished):
                     finished[number] = message
@@ -243,7 +243,7 @@ class GenerationResponse:
             if stream is None:
                 continue
             if not messages:
-                events, unaccepted = events + COMMENT, 0
+                events, unaccepted = events + encoder.keep_alive, 0
             if unaccepted <= 0:
                 await stream.send_events(events)
                 events = b""

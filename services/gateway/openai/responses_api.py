@@ -10,7 +10,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from neuronpipe.protocol.errors import quoted
-from neuronpipe.protocol.messages.request import MAX_TOKENS, SAMPLING_OPTIONS
+from neuronpipe.protocol.messages.request import MAX_TOKENS
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import validated
 from neuronpipe.services.gateway.http.schema_base import (
@@ -29,7 +29,6 @@ from neuronpipe.services.gateway.http.schema_base import (
 )
 from neuronpipe.services.gateway.openai.answer_constraints import SCHEMA, STRICT_IGNORED, JsonFormat, TextFormat
 from neuronpipe.services.gateway.openai.request_schema import (
-    HTTP_NAMES,
     MAX_LOGPROBS,
     MODEL,
     SEED,
@@ -37,6 +36,7 @@ from neuronpipe.services.gateway.openai.request_schema import (
     USER,
     ChatRequest,
     SamplingOptions,
+    sampling_fields,
 )
 from neuronpipe.services.gateway.openai.responses_items import NOT_STORED, Item, messages_of
 from neuronpipe.services.gateway.openai.tools import (
@@ -139,6 +139,9 @@ class NamedSchema(RequestModel):
     description: str | None = Field(None, description=IGNORED)
     strict: bool | None = Field(None, description=STRICT_IGNORED)
 
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": {"schema": self.schema_}}
+
 
 class TextOptions(RequestModel):
     """The form of the completion's text."""
@@ -223,7 +226,6 @@ class ResponsesRequest(SamplingOptions):
             messages = messages_of(self.input)
             if not messages:
                 raise ApiError(400, "invalid_value", "input: expected a message in it", param="input")
-        options = {HTTP_NAMES.get(option.name, option.name): getattr(self, option.name) for option in SAMPLING_OPTIONS}
         logprobs: dict[str, Any] = {}
         if self.logprobs_per_token is not None:
             logprobs = {"logprobs": True, "top_logprobs": self.logprobs_per_token}
@@ -233,7 +235,7 @@ class ResponsesRequest(SamplingOptions):
                 "messages": system + messages,
                 "max_completion_tokens": self.max_output_tokens,
                 "response_format": self._response_format(),
-                **options,
+                **sampling_fields(self),
                 **logprobs,
                 **same_fields,
                 "tools": [tool.as_chat() for tool in self.tools],
@@ -246,7 +248,7 @@ class ResponsesRequest(SamplingOptions):
     def _response_format(self) -> dict[str, Any] | None:
         text_format = self.text.format if self.text is not None else None
         if isinstance(text_format, NamedSchema):
-            return {"type": "json_schema", "json_schema": {"schema": text_format.schema_}}
+            return text_format.as_chat()
         return None if text_format is None else {"type": text_format.type}
 
     def echoed(self) -> dict[str, Any]:

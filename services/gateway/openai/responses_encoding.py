@@ -17,15 +17,13 @@ from neuronpipe.protocol.messages.client import Finished, Token
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.openai.answer_calls import (
     Arguments,
-    Call,
-    CallParser,
     CallStart,
-    Content,
     Part,
     new_call_id,
     parse_answer,
+    parser_of,
 )
-from neuronpipe.services.gateway.openai.response_encoding import FINISH_REASONS, ChatEncoder
+from neuronpipe.services.gateway.openai.response_encoding import FINISH_REASONS, ChatEncoder, typed_event
 from neuronpipe.services.gateway.templates.call_format import CallFormat
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
@@ -69,7 +67,7 @@ class ResponsesEncoder(ChatEncoder):
     text: True if there may be text before the first call
     """
 
-    kind, chunk_kind, prefix = "response", "response", "resp"
+    kind, chunk_kind, prefix = "response", "response", "resp_"
     done = b""  # the type of the last event marks the end
 
     def __init__(
@@ -77,7 +75,7 @@ class ResponsesEncoder(ChatEncoder):
     ) -> None:
         super().__init__(*about, **more)
         self._echoed, self._calls, self._may_have_text = echoed, calls, text
-        self._parser = None if calls is None else CallParser(calls, text=text)
+        self._parser = parser_of(calls, text=text)
         self._items: list[Item] = []
         self._events = self._sent_logprobs = 0  # numbers of events, and of log-probabilities in them
         self._token_offsets: list[int] = []  # where each rated token begins, in characters of the completion
@@ -94,16 +92,15 @@ class ResponsesEncoder(ChatEncoder):
     def piece(self, number: int, token: Token) -> bytes:
         """Return the events of a token. Its log-probabilities are stored, because the last events repeat them."""
         self.keep_logprobs(number, token)
-        return self._part_events(self._read(token.text))
+        return self._part_events(self._parser.push(token.text))
 
     def last(self, number: int, finished: Finished) -> bytes:
         """Return the events that end the last item."""
         self._finished = finished
-        events = self._part_events(() if self._parser is None else self._parser.finish())
+        events = self._part_events(self._parser.finish())
         if not self._items:
             events += self._added(Item())
-        complete = self._parser is not None and self._parser.complete
-        return events + self._item_done(self._end(finished, complete=complete))
+        return events + self._item_done(self._end(finished, complete=self._parser.complete))
 
     def usage_chunk(self, total: dict[str, Any]) -> bytes:
         assert self._finished is not None
@@ -113,11 +110,6 @@ class ResponsesEncoder(ChatEncoder):
     def error_chunk(self, problem: ApiError) -> bytes:
         """Return the last event of a stream that ends with an error."""
         return self._typed_event("error", code=problem.code, message=problem.message, param=problem.param)
-
-    def _read(self, text: str) -> Iterable[Part]:
-        if self._parser is not None:
-            return self._parser.push(text)
-        return (Content(text),) if text else ()
 
     def _part_events(self, parts: Iterable[Part]) -> bytes:
         return b"".join(event for part in parts for event in self._events_of(part))
@@ -185,9 +177,8 @@ class ResponsesEncoder(ChatEncoder):
         return new_call_id(self._calls)
 
     def _typed_event(self, name: str, /, **fields: Any) -> bytes:
-        content = json.dumps({"type": name, "sequence_number": self._events, **fields})
         self._events += 1
-        return f"event: {name}\ndata: {content}\n\n".encode()
+        return typed_event(name, sequence_number=self._events - 1, **fields)
 
     @property
     def _item_position(self) -> dict[str, Any]:
@@ -200,10 +191,8 @@ class ResponsesEncoder(ChatEncoder):
     # ---- in one piece ----------------------------------------------------------------------------------------
     def whole(self, sent: Sequence[tuple[int, Finished]], total: dict[str, Any]) -> bytes:
         ((_, finished),) = sent
-        text, calls, complete = finished.text, list[Call](), False
-        if self._calls is not None:
-            text, calls, complete = parse_answer(text, self._calls, before=self._may_have_text)
-            self._text_characters = len(text)
+        text, calls, complete = parse_answer(finished.text, self._calls, before=self._may_have_text)
+        self._text_characters = len(text)
         if text or not calls:
             self._items.append(Item(None, [text], COMPLETED))
         for call in calls:
@@ -226,7 +215,7 @@ class ResponsesEncoder(ChatEncoder):
 
     def _response(self, status: str, output: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
         return {
-            "id": self._id.replace("-", "_", 1),
+            "id": self._id,
             "object": self.kind,
             "created_at": self._head["created"],
             "model": self._head["model"],

@@ -14,23 +14,17 @@ from neuronpipe.services.gateway.http.schema_base import (
     PARTS,
     TEXT,
     UNREAD,
-    RequestModel,
+    Lenient,
     text_or,
     union_of,
     unsupported,
 )
 from neuronpipe.services.gateway.openai.tools import FunctionName
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 NOT_STORED = "responses are not stored on this server; send the whole conversation in input"
 NO_REFERENCES = f"{NOT_STORED}, with items instead of references; many clients do so with `store: false`"
-
-
-class Lenient(RequestModel):
-    """The base of items that clients send back as they received them: unknown fields are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 class ContentPart(Lenient):
