@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from neuronpipe.services.gateway.anthropic.messages_api import CountTokensRequest, MessagesRequest
 from neuronpipe.services.gateway.http.api_errors import CODES
 from neuronpipe.services.gateway.http.schema_base import IGNORED
 from neuronpipe.services.gateway.llamacpp.llamacpp_api import DetokenizeRequest, TokenizeRequest
@@ -40,18 +41,27 @@ POST_ENDPOINTS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("/v1/completions", CompletionRequest, "OpenAI's plain completions, with several prompts, `echo` and `suffix`."),
     ("/v1/responses", ResponsesRequest, "OpenAI's responses. Nothing is stored: a request contains the whole "
      "conversation. Unsupported items and tools are refused by their type, with the reason."),
+    ("/v1/messages", MessagesRequest, "Anthropic's Messages API. Unsupported blocks and tools are refused by their "
+     "type. The header `anthropic-version` has no effect."),
     ("/tokenize", TokenizeRequest, "Return `tokens`, as llama.cpp's server does."),
     ("/detokenize", DetokenizeRequest, "Return `content`, as llama.cpp's server does."),
 )  # fmt: skip
 SHARED_FIELDS: dict[str, tuple[type[BaseModel], ...]] = {
+    "Fields of all endpoints that generate text": (
+        ChatRequest,
+        CompletionRequest,
+        ResponsesRequest,
+        MessagesRequest,
+    ),
     "Fields of all three of OpenAI's endpoints": (ChatRequest, CompletionRequest, ResponsesRequest),
     "Further fields of chat and plain completions": (ChatRequest, CompletionRequest),
 }
 UNSUPPORTED_FIELDS: dict[type[BaseModel], tuple[str, ...]] = {
     ChatRequest: ("audio", "moderation", "prediction", "web_search_options"),
+    MessagesRequest: ("container", "mcp_servers"),
     ResponsesRequest: ("access_programs", "background_options", "context_management", "moderation"),
 }
-"""Fields of OpenAI's API that the models do not have, so that they are refused as any unknown field."""
+"""Fields of these APIs that the models do not have, so that they are refused as any unknown field."""
 RANGE_KEYS = (
     ("minimum", "maximum", ""),
     ("minItems", "maxItems", " items"),
@@ -66,7 +76,12 @@ not edit. Tasks are in [serve-and-clients.md](serve-and-clients.md).
 Bodies are JSON, with `Content-Type: application/json`. null means that a field is absent. Unknown fields are refused
 with status 400, which names the field. The paths of OpenAI's API also exist without `/v1`.
 """
-MORE_POST = """### POST /apply-template
+MORE_POST = f"""### POST /v1/messages/count_tokens
+
+Returns `input_tokens`, the number of the prompt's tokens. Takes these fields of `/v1/messages`:
+{", ".join(f"`{name}`" for name in CountTokensRequest.model_fields)}.
+
+### POST /apply-template
 
 Takes the fields of `/v1/chat/completions` and returns `prompt`, the text that the model would continue.
 
@@ -103,8 +118,9 @@ def text() -> str:
     codes = [(str(status), f"`{code}`", meaning) for code, (status, meaning) in _by_status(CODES)]
     sections.append(
         "## Errors\n\n"
-        'The body of an error is `{"error": {"message", "type", "param", "code"}}`. In a stream an error is the last '
-        "event, and no\n`[DONE]` follows.\n\n" + _table(("status", "code", "meaning"), codes)
+        'The body of an error is `{"error": {"message", "type", "param", "code"}}`; below `/v1/messages` it is '
+        '`{"type": "error", "error":\n{"type", "message"}}`. In a stream an error is the last event, and no `[DONE]` '
+        "follows.\n\n" + _table(("status", "code", "meaning"), codes)
     )
     return "\n".join(sections) + "\n"
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.protocol.errors import safe_name
-from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Calls, Generate
+from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Calls, Generate, Tokenize
+from neuronpipe.services.gateway.anthropic.messages_api import CountTokensRequest, MessagesRequest
+from neuronpipe.services.gateway.anthropic.messages_encoding import MessagesEncoder
 from neuronpipe.services.gateway.client.run_client import MAX_SENT, new_request_id
 from neuronpipe.services.gateway.http.access_control import AccessControl, client_of, respond
-from neuronpipe.services.gateway.http.api_errors import ApiError, prompt_too_long
+from neuronpipe.services.gateway.http.api_errors import MESSAGES_PATH, ApiError, prompt_too_long
 from neuronpipe.services.gateway.http.memory_account import MemoryAccount, charge_of
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.gateway.http.request_body import read_body
@@ -74,6 +76,8 @@ class Gateway:
             *_with_and_without_version("/embeddings", self._llamacpp.embeddings, "POST"),
             *_with_and_without_version("/models", self.models, "GET"),
             *_with_and_without_version("/models/{name:path}", self.model, "GET"),
+            Route(MESSAGES_PATH, self.messages, methods=["POST"]),
+            Route(f"{MESSAGES_PATH}/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/apply-template", self.apply_template, methods=["POST"]),
@@ -213,6 +217,18 @@ class Gateway:
             client=client,
         )
 
+    # ---- Anthropic's API -------------------------------------------------------------------------------------
+    async def messages(self, request: Request) -> GenerationResponse:
+        body = (await read_body(request, MessagesRequest)).as_chat()
+        return await self._conversation(request, body, MessagesEncoder, MessagesEncoder)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = (await read_body(request, CountTokensRequest)).as_chat()
+        prompt = await self._models.find(body.model).chat.write_prompt(body)
+        ask = Tokenize(request=new_request_id(), text=prompt.text + body.answer_prefix, frame=prompt.frame)
+        answer = await self._llamacpp.tokenized(ask, body.model, client_of(request, None))
+        return _json({"input_tokens": len(answer.tokens)})
+
     # ---- llama.cpp's endpoints -------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:
         return _json(await self._llamacpp.tokenize(request, client_of(request, None)))
@@ -308,7 +324,7 @@ def _json(content: dict[str, Any]) -> Response:
 
 async def _api_error(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, ApiError)
-    return respond(problem)
+    return respond(problem, request.scope["path"])
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -322,11 +338,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
         detail = f"this path accepts only {' or '.join(sorted((error.headers or {})['Allow'].split(', ')))}"
     text = f"{safe_name(request.method)} {safe_name(request.url.path)}: {detail}"
     headers = tuple((error.headers or {}).items())
-    return respond(ApiError(error.status_code, code, text, headers=headers))
+    return respond(ApiError(error.status_code, code, text, headers=headers), request.scope["path"])
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """Answer a request that failed because of a bug; Starlette logs the exception."""
-    return respond(
-        ApiError(500, "internal", "an internal error; the server's log has the details", kind="server_error")
-    )
+    problem = ApiError(500, "internal", "an internal error; the server's log has the details", kind="server_error")
+    return respond(problem, request.scope["path"])

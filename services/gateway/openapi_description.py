@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronpipe.services.gateway.anthropic.messages_api import CountTokensRequest, MessagesRequest
+from neuronpipe.services.gateway.http.api_errors import MESSAGES_PATH
 from neuronpipe.services.gateway.llamacpp.llamacpp_api import DetokenizeRequest, TokenizeRequest
 from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
 from neuronpipe.services.gateway.openai.responses_api import ResponsesRequest
@@ -55,6 +57,35 @@ RESPONSE = {
         "output": {"type": "array", "items": {"type": "object", "required": ["id", "type", "status"]}},
     },
 }
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+MESSAGE = {
+    "type": "object",
+    "required": ["id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"],
+    "properties": {
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "content": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["type"]}},
+        "stop_reason": {"type": "string"},
+        "stop_sequence": {"type": ["string", "null"]},
+        "usage": {"type": "object", "additionalProperties": {"type": "integer"}},
+    },
+}
+TOKEN_COUNT = {
+    "type": "object",
+    "required": ["input_tokens"],
+    "properties": {"input_tokens": {"type": "integer"}},
+}
 TOKENIZED = {"type": "object", "required": ["tokens"], "properties": {"tokens": {"type": "array"}}}
 DETOKENIZED = {"type": "object", "required": ["content"], "properties": {"content": {"type": "string"}}}
 APPLIED = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
@@ -80,23 +111,29 @@ def openapi_document(version: str) -> dict[str, Any]:
         ChatRequest,
         CompletionRequest,
         ResponsesRequest,
+        MessagesRequest,
+        CountTokensRequest,
         TokenizeRequest,
         DetokenizeRequest,
     )
     _, generated = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REFERENCE + "{model}")
     schemas = {name: _nullable(schema) for name, schema in generated["$defs"].items()}
-    schemas |= {"Error": ERROR, "Usage": USAGE}
+    schemas |= {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR, "Usage": USAGE}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "neuronpipe",
             "version": version,
-            "description": "OpenAI's API for the models of this server.",
+            "description": "OpenAI's API and Anthropic's Messages API for the models of this server.",
         },
         "paths": {
             "/v1/chat/completions": _text("chat", ChatRequest, "chat.completion"),
             "/v1/completions": _text("completion", CompletionRequest, "text_completion"),
             "/v1/responses": _posted("respond", ResponsesRequest, RESPONSE, streams=True),
+            MESSAGES_PATH: _posted("createMessage", MessagesRequest, MESSAGE, error="AnthropicError", streams=True),
+            f"{MESSAGES_PATH}/count_tokens": _posted(
+                "countTokens", CountTokensRequest, TOKEN_COUNT, error="AnthropicError"
+            ),
             "/tokenize": _posted("tokenize", TokenizeRequest, TOKENIZED),
             "/detokenize": _posted("detokenize", DetokenizeRequest, DETOKENIZED),
             "/apply-template": _posted("applyTemplate", ChatRequest, APPLIED),
@@ -129,9 +166,10 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "properties": properties}
 
 
-def _responses(content: dict[str, Any]) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": f"{REFERENCE}Error"}}}
-    errors = {status: {"description": text, "content": error} for status, text in ERROR_DESCRIPTIONS.items()}
+def _responses(content: dict[str, Any], error: str = "Error") -> dict[str, Any]:
+    """Describe the responses of an endpoint: the content of one that succeeds, and the schema of errors."""
+    error_content = {"application/json": {"schema": {"$ref": REFERENCE + error}}}
+    errors = {status: {"description": text, "content": error_content} for status, text in ERROR_DESCRIPTIONS.items()}
     return {"200": {"description": "The response.", "content": content}} | errors
 
 
@@ -149,8 +187,10 @@ def _text(name: str, kind: type[BaseModel], answer: str) -> dict[str, Any]:
     return _posted(name, kind, schema, streams=True)
 
 
-def _posted(name: str, kind: type[BaseModel], answer: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
-    """Describe a POST endpoint: its request model and the schema of its response."""
+def _posted(
+    name: str, kind: type[BaseModel], answer: dict[str, Any], *, error: str = "Error", streams: bool = False
+) -> dict[str, Any]:
+    """Describe a POST endpoint: its request model, and the schemas of its response and of errors."""
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
@@ -160,7 +200,7 @@ def _posted(name: str, kind: type[BaseModel], answer: dict[str, Any], *, streams
             "operationId": name,
             "summary": kind.__doc__,
             "requestBody": {"required": True, "content": body},
-            "responses": _responses(content),
+            "responses": _responses(content, error),
         }
     }
 

@@ -16,6 +16,7 @@ from tests.pipeline import Shell
 
 EXAMPLES = int(os.environ.get("NEURONPIPE_FUZZ_EXAMPLES", "10"))  # of each endpoint; more by hand
 MAX_TEXTS = 2
+COUNTING = "/v1/messages/count_tokens"  # it generates no text
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def statuses(operation: Any, mode: GenerationMode, examples: int) -> set[int]:
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def answered(case: Any) -> None:
-        case.body = shortened(case.body)
+        if operation.path != COUNTING:
+            case.body = shortened(case.body)
         response = case.call(timeout=30)
         seen.add(response.status_code)
         case.validate_response(response, checks=[schemathesis.checks.not_a_server_error])

@@ -46,6 +46,7 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.services.coordinator.text.constrained_answers import ConstrainedAnswers
     from neuronpipe.services.coordinator.text.grammar import GrammarError, Grammars
     from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
+    from neuronpipe.services.gateway.anthropic.messages_api import MessagesRequest
     from neuronpipe.services.gateway.http.api_errors import ApiError
     from neuronpipe.services.gateway.http.request_body import parse_body
     from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
@@ -88,6 +89,12 @@ CHAT = (
 )
 COMPLETION = (
     b'{"prompt": [[1, 2], [3]], "max_tokens": 4, "logit_bias": {"5": -100}, "stream": true, "seed": 1, "top_p": 0.5}'
+)
+MESSAGES = (
+    b'{"max_tokens": 4, "system": [{"type": "text", "text": "s"}], "tools": [{"name": "f", "input_schema": {"a": 1}}],'
+    b' "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "thinking"},'
+    b' {"type": "tool_use", "id": "t", "name": "f", "input": {"a": [1]}}]}, {"role": "user", "content":'
+    b' [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "7"}]}]}]}'
 )
 Target = Callable[[bytes], object]
 
@@ -139,6 +146,7 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
         "plan": (lambda data: parse_plan(data, "x"), [_plan()]),
         "run": (file("x.run", run_file), [b'{"protocol": "1.0", "run": "a", "supervisor_pid": 1}']),
         "chat": (lambda data: parse_body(data, ChatRequest), [CHAT]),
+        "messages": (lambda data: parse_body(data, MessagesRequest).as_chat(), [MESSAGES]),
         "completion": (lambda data: parse_body(data, CompletionRequest), [COMPLETION]),
         "template": (template, TEMPLATES),
         "schema": (schema_target(), SCHEMAS),

@@ -1,4 +1,4 @@
-"""The reference of the API names every parameter that OpenAI's client can send, and which of them are refused."""
+"""The reference of the API names every parameter that the vendors' clients can send, and which of them are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import typing
 from typing import Any
 
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
 from neuronpipe.services.gateway import api_reference
+from neuronpipe.services.gateway.anthropic.messages_api import CountTokensRequest, MessagesRequest
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import parse_body
 from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
@@ -66,8 +68,24 @@ OTHERS |= {"max_output_tokens": 1, "n": 2}
 BESIDE: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}}
 
 
+OF_ANTHROPIC: dict[str, Any] = {
+    "inference_geo": "eu",
+    "metadata": {"user_id": "u"},
+    "output_config": {"effort": "low"},
+    "speed": "fast",
+    "stop_sequences": ["x"],
+    "system": "s",
+    "tool_choice": {"type": "auto"},
+    "tools": [{"name": "f", "input_schema": {}}],
+    "top_k": 1,
+}
+
+
+SENT_AS_HEADERS = {"user_profile_id", "workspace_id"}
+
+
 class Endpoint(typing.NamedTuple):
-    """sections: those of the reference that list its fields; params: those of OpenAI's client."""
+    """sections: those of the reference that list its fields; params: those of the vendor's client."""
 
     kind: Any
     sections: tuple[str, ...]
@@ -98,6 +116,13 @@ ENDPOINTS = {
         {"input": "x"},
         {"tools": [{"type": "function", **FUNCTION}], "prompt": {"id": "p"}, "background": False},
     ),
+    "messages": Endpoint(
+        MessagesRequest,
+        ("Fields of all endpoints", "POST /v1/messages\n"),
+        (message_create_params.MessageCreateParamsBase,),
+        {"messages": VALUES["messages"], "max_tokens": 1},
+        OF_ANTHROPIC,
+    ),
 }
 BESIDE_IN_CHAT = {"top_logprobs": {"logprobs": True}}
 
@@ -117,7 +142,12 @@ def refused_by_name(endpoint: Endpoint) -> dict[str, bool]:
 
 
 def known(endpoint: Endpoint) -> set[str]:
-    return {name for params in endpoint.params for name in typing.get_type_hints(params)}
+    return {name for params in endpoint.params for name in typing.get_type_hints(params)} - SENT_AS_HEADERS
+
+
+def test_a_count_has_every_parameter_of_the_client() -> None:
+    params = typing.get_type_hints(message_count_tokens_params.MessageCountTokensParams)
+    assert params.keys() - SENT_AS_HEADERS <= CountTokensRequest.model_fields.keys()
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.protocol.messages.client import Likely, Token
+from neuronpipe.services.gateway.anthropic.messages_api import MessagesRequest
 from neuronpipe.services.gateway.client.mailbox import MAX_WAITING_BYTES, Mailbox
 from neuronpipe.services.gateway.http import request_body as bodies
 from neuronpipe.services.gateway.http.api_errors import ApiError
@@ -21,7 +22,8 @@ from neuronpipe.services.gateway.http.memory_account import (
     parsed_bytes,
 )
 from neuronpipe.services.gateway.http.request_body import parse_body, read_body
-from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest, GenerationRequest
+from neuronpipe.services.gateway.http.schema_base import RequestModel
+from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
 from starlette.requests import Request
 
 
@@ -87,7 +89,8 @@ def test_memory_is_given_back_when_large_requests_have_ended() -> None:
 
 
 PROMPT, CHAT = b'{"prompt":"x",', b'{"messages":[{"role":"user","content":"x"}],'
-REPEATED: list[tuple[type[GenerationRequest], bytes, bytes, bytes]] = [
+MESSAGES = b'{"max_tokens":1,"messages":['
+REPEATED: list[tuple[type[RequestModel], bytes, bytes, bytes]] = [
     (CompletionRequest, PROMPT + b'"metadata":{"a":[', b"[]", b"]}}"),
     (CompletionRequest, PROMPT + b'"metadata":{"a":[', b"{}", b"]}}"),
     (CompletionRequest, PROMPT + b'"metadata":{"a":[', b'{"a":0}', b"]}}"),
@@ -98,12 +101,20 @@ REPEATED: list[tuple[type[GenerationRequest], bytes, bytes, bytes]] = [
     (ChatRequest, b'{"messages":[', b'{"role":"user","content":""}', b"]}"),
     (ChatRequest, b'{"messages":[{"role":"user","content":[', b'{"type":"text","text":""}', b"]}]}"),
     (ChatRequest, CHAT + b'"tools":[{"type":"function","function":{"name":"f","parameters":{"a":[', b"{}", b"]}}}]}"),
+    (MessagesRequest, MESSAGES, b'{"role":"user","content":""}', b"]}"),
+    (MessagesRequest, MESSAGES + b'{"role":"user","content":[', b'{"type":"text","text":""}', b"]}]}"),
+    (
+        MessagesRequest,
+        MESSAGES + b'{"role":"assistant","content":[',
+        b'{"type":"tool_use","id":"","name":"f","input":{}}',
+        b"]}]}",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "begin", "item", "end"), REPEATED)
 def test_a_body_takes_no_more_memory_than_was_estimated(
-    kind: type[GenerationRequest], begin: bytes, item: bytes, end: bytes
+    kind: type[RequestModel], begin: bytes, item: bytes, end: bytes
 ) -> None:
     parse_body(PROMPT[:-1] + b"}", CompletionRequest)  # what is made once
     body = begin + b",".join([item] * (100_000 // len(item))) + end

@@ -85,7 +85,7 @@ class AccessControl:
                 charge.grow(_head_bytes(scope) + HEADER_BYTES * len(scope["headers"]))
                 self._check(scope)
             except ApiError as problem:
-                await respond(problem)(scope, receive, counted)
+                await respond(problem, path)(scope, receive, counted)
             else:
                 preflight = self._cors.preflight(scope)
                 await (preflight or self._app)(scope, receive, counted)
@@ -197,8 +197,13 @@ def _host_name(host: str) -> str:
         return ""
 
 
-def respond(problem: ApiError) -> Response:
-    return Response(problem.body(), problem.status, headers=dict(problem.headers), media_type="application/json")
+def respond(problem: ApiError, path: str) -> Response:
+    """Return the response for an error.
+
+    path: the path of the request, which decides the format
+    """
+    body, headers = problem.body(path), dict(problem.headers)
+    return Response(body, problem.status, headers=headers, media_type="application/json")
 
 
 def sent_key(headers: Mapping[str, str]) -> str | None:

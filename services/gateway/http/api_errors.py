@@ -1,9 +1,10 @@
-"""Errors in the format of OpenAI's API."""
+"""Errors in the format of OpenAI's API, and in that of Anthropic's API on its paths."""
 
 from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 from neuronpipe.protocol.messages.client import Refused
 
@@ -57,6 +58,16 @@ CODES: dict[str, tuple[int, str]] = {
 }
 """Status and meaning of every error code, for the reference."""
 MAX_MESSAGE_CHARACTERS = 1000
+MESSAGES_PATH = "/v1/messages"
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The types of errors of Anthropic's API, except that of other statuses below 500 and above."""
 
 
 class ApiError(Exception):
@@ -86,9 +97,23 @@ class ApiError(Exception):
         if retry_after_s is not None:
             self.headers += (("retry-after", str(max(1, math.ceil(retry_after_s)))),)
 
-    def body(self) -> bytes:
+    def body(self, path: str = "") -> bytes:
+        """Return the body of the response.
+
+        path: the path of the request, which decides the format
+        """
+        if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+            return json.dumps(self.anthropic()).encode()
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
+
+    def anthropic(self) -> dict[str, Any]:
+        """Return the error object of Anthropic's API; its message names the field at fault."""
+        kind = ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        message = self.message
+        if self.code == "context_length_exceeded":
+            message = f"prompt is too long: {message}"  # Anthropic's wording: clients search for it
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def from_refusal(refused: Refused) -> ApiError:

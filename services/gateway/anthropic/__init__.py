@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its request models, their translation to chat requests, and its responses."""
