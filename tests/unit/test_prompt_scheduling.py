@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -247,11 +247,8 @@ def test_a_slot_is_restored_when_its_memory_is_reserved() -> None:
 
 
 # ---- a model of the memory -----------------------------------------------------------------------------------
-Prefix = tuple[int, ...]
-
-
 class World:
-    """A run whose KV slots hold, in place of keys and values, the prefix from which they would be computed.
+    """A run whose KV slots hold, in place of keys and values, the number of the prefix that would give them.
 
     Workers and the loader do their parts at random times. Each checks that what it reads belongs to its tokens.
     """
@@ -259,8 +256,9 @@ class World:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.scheduler = cached_scheduler(sequences=3, context_tokens=400, prefill_chunk_tokens=50)
-        self.slots: list[list[Prefix | None]] = [[None] * 400 for _ in range(3)]
-        self.disk: set[Prefix] = set()
+        self.numbers: dict[tuple[int, int], int] = {}  # of the prefix before, token: of the prefix
+        self.slots: list[list[int | None]] = [[None] * 400 for _ in range(3)]
+        self.disk: set[tuple[int, ...]] = set()
         self.texts = [[self.rng.randrange(1, 4) for _ in range(300)] for _ in range(3)]
         self.step: Step | Prefill | None = None
         self.samples: SampleTokens | None = None
@@ -270,6 +268,11 @@ class World:
         self.cached = 0
         self.dead: str = ""
         self.epoch = 0
+
+    def prefixes(self, tokens: Sequence[int]) -> list[int]:
+        """The number of the prefix that ends at each token. Different prefixes have different numbers."""
+        numbers, last = self.numbers, 0
+        return [last := numbers.setdefault((last, token), len(numbers) + 1) for token in tokens]
 
     def take(self, actions: list[Action]) -> None:
         for action in actions:
@@ -331,16 +334,11 @@ class World:
                 self.handle(StepLeft(process, step.step, step.epoch, True))
 
     def write(self, slot: int, at: int, token: int) -> None:
-        before: Prefix = ()
-        if at:
-            previous = self.slots[slot][at - 1]
-            assert previous is not None
-            assert len(previous) == at
-            assert all(self.slots[slot][n] == previous[: n + 1] for n in range(at)), "keys of other tokens"
-            before = previous
         sequence = next(one for one in self.scheduler.requests.active if one.slot == slot)
-        assert list(before) == sequence.tokens[:at], "keys of another sequence"
-        self.slots[slot][at] = (*before, token)
+        *before, written = self.prefixes((*sequence.tokens[:at], token))
+        assert len(before) == at
+        assert self.slots[slot][:at] == before, "keys of other tokens, or of another sequence"
+        self.slots[slot][at] = written
 
     def serve(self) -> None:
         """The loader does one chunk of a random message."""
@@ -355,11 +353,11 @@ class World:
         places = range(end - CHUNK, end)
         if isinstance(message, Save) and goes_on:
             content = [self.slots[message.sequence][at] for at in places]
-            assert content == [tokens[: at + 1] for at in places], "a slot changed while it was saved"
+            assert content == self.prefixes(chunk)[-CHUNK:], "a slot changed while it was saved"
             self.disk.add(chunk)
         elif isinstance(message, Restore) and goes_on and chunk in self.disk and self.rng.random() < 0.97:
-            for at in places:
-                self.slots[message.sequence][at] = tokens[: at + 1]
+            for at, number_of in zip(places, self.prefixes(chunk)[-CHUNK:], strict=True):
+                self.slots[message.sequence][at] = number_of
         else:
             goes_on = False
         if not goes_on:
