@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,15 @@ def test_a_device_gives_the_processors_bits(
     assert np.array_equal(found, wanted), float(np.abs(found - wanted).max())
 
 
-@pytest.mark.parametrize("width", [256, 352])
-@pytest.mark.parametrize("quantization", ALL_CODES)
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def coded_rows() -> Iterator[Any]:
+    """By day every type in every order of sums, of one width; each type and each order with both widths."""
+    for (order, instructions), (code, quantization) in product(enumerate(INSTRUCTIONS), enumerate(ALL_CODES)):
+        for turn, width in enumerate((256, 352)):
+            by_day = (order + code) % 2 == turn
+            yield pytest.param(instructions, quantization, width, marks=[] if by_day else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("instructions", "quantization", "width"), list(coded_rows()))
 def test_a_device_gives_the_processors_bits_of_rows_with_a_minimum_or_a_codebook(
     instructions: str, quantization: Quantization, width: int
 ) -> None:
