@@ -69,12 +69,14 @@ static void check_panel(product *p, size_t rows, size_t tokens, const float *bia
     modelled_panel.prepare(p->type, p->activations, p->stride, tokens, p->n, panel);
     modelled_panel.dot(p->type, &job);
     CHECK(model.shapes.palette == 0, "tiles stay in use after the call");
-    for (size_t t = 0; t <= MAX_TOKENS; t++)
-        for (size_t r = 0; r < OUT_STRIDE; r++) {
-            const float want = t < tokens && r < rows ? p->want[t][r] + (bias ? bias[r] : 0.0f) : 77.0f;
-            CHECK(memcmp(&out[t][r], &want, 4) == 0, "type %d n=%zu, %zu rows, %zu tokens: row %zu token %zu: %.9g, want %.9g", p->type,
-                  p->n, rows, tokens, r, t, out[t][r], want);
-        }
+    for (size_t t = 0; t <= MAX_TOKENS; t++) {
+        float want[OUT_STRIDE];
+        for (size_t r = 0; r < OUT_STRIDE; r++) want[r] = t < tokens && r < rows ? p->want[t][r] + (bias ? bias[r] : 0.0f) : 77.0f;
+        const int same = memcmp(out[t], want, sizeof want) == 0; /* then one check stands for all */
+        for (size_t r = 0; r < (same ? 1 : OUT_STRIDE); r++)
+            CHECK(memcmp(&out[t][r], &want[r], 4) == 0, "type %d n=%zu, %zu rows, %zu tokens: row %zu token %zu: %.9g, want %.9g", p->type,
+                  p->n, rows, tokens, r, t, out[t][r], want[r]);
+    }
     free(panel);
 }
 

@@ -81,24 +81,31 @@ static void check_wanted(const scattered *s, const char *isa) {
 static float factor_of(size_t r) { return r == 3 ? 0.0f : (r % 5 == 1 ? 3.0f : 0.1f) * random_float(); }
 
 static void check_add(const scattered *s, const char *isa) {
-    float *y = malloc(4 * s->n), *w = malloc(4 * s->n), a[ROWS];
-    double *want = malloc(8 * s->n), *room = malloc(8 * s->n);
-    for (size_t r = 0; r < ROWS; r++) a[r] = factor_of(r);
+    float *y = malloc(4 * s->n), *w = malloc(4 * ROWS * s->n), a[ROWS];
+    double *want = malloc(8 * s->n), *room = malloc(8 * s->n), *scale = malloc(8 * s->n), *size = malloc(8 * ROWS * s->n);
+    for (size_t r = 0; r < ROWS; r++) {
+        a[r] = factor_of(r);
+        np_decode_row(s->type, s->quants[r], s->scales[r], s->n, w + r * s->n);
+        for (size_t j = 0; j < s->n; j++) {
+            const weight_parts parts = weight_parts_at(s->type, s->quants[r], s->scales[r], s->n, j);
+            size[r * s->n + j] = fabs(parts.product) + 2 * fabs(parts.minimum);
+        }
+    }
     for (size_t rows = 0; rows <= ROWS; rows = rows < 17 ? rows + 1 : rows + 20) {
         double most[2] = {0};
         for (size_t j = 0; j < s->n; j++) want[j] = y[j] = random_float(), room[j] = fabs(want[j]) * 2e-7;
         for (size_t r = 0; r < rows; r++) most[r / 32] = fmax(most[r / 32], fabsf(a[r]));
+        for (size_t j = 0; j < s->n; j++) {
+            scale[j] = 0; /* the largest of this group in any row */
+            for (size_t i = 0; s->type != NP_F16 && i < rows; i++)
+                scale[j] = fmax(scale[j], has_minimum(s->type) ? 63 * fabs(half_at((uint8_t *)s->scales[i] + j / 256 * 16))
+                                                               : fabs(half_at((uint8_t *)s->scales[i] + j / 32 * 2)));
+        }
         for (size_t r = 0; r < rows; r++) {
-            np_decode_row(s->type, s->quants[r], s->scales[r], s->n, w);
             const double step = most[r / 32] * (double)largest_code(s->type) / 32639 / 2;
             for (size_t j = 0; j < s->n; j++) {
-                double scale = 0; /* the largest of this group in any row */
-                for (size_t i = 0; s->type != NP_F16 && i < rows; i++)
-                    scale = fmax(scale, has_minimum(s->type) ? 63 * fabs(half_at((uint8_t *)s->scales[i] + j / 256 * 16))
-                                                             : fabs(half_at((uint8_t *)s->scales[i] + j / 32 * 2)));
-                const weight_parts parts = weight_parts_at(s->type, s->quants[r], s->scales[r], s->n, j);
-                want[j] += (double)a[r] * w[j];
-                room[j] += 1.01 * step * scale + 1.3e-7 * (fabs(want[j]) + fabs((double)a[r]) * (fabs(parts.product) + 2 * fabs(parts.minimum)));
+                want[j] += (double)a[r] * w[r * s->n + j];
+                room[j] += 1.01 * step * scale[j] + 1.3e-7 * (fabs(want[j]) + fabs((double)a[r]) * size[r * s->n + j]);
             }
         }
         np_add_rows(s->type, as_rows(s->quants), as_rows(s->scales), a, rows, s->n, y);
@@ -106,7 +113,7 @@ static void check_add(const scattered *s, const char *isa) {
             CHECK(fabs(y[j] - want[j]) <= room[j], "%s type %d n=%zu: %zu rows, [%zu]: %.9g, want %.9g +- %.2g", isa, s->type, s->n, rows,
                   j, y[j], want[j], room[j]);
     }
-    free(y), free(w), free(want), free(room);
+    free(y), free(w), free(want), free(room), free(scale), free(size);
 }
 
 /* Bits do not depend on addresses or on the number of columns that follow. */
@@ -149,8 +156,9 @@ static void check_not_finite_shows(scattered *s, const char *isa) {
     free(y);
 }
 
-/* Adding the same rows for several tokens gives each token the bits that it has alone, and writes nothing else. */
-static void check_add_for_tokens(const scattered *s, const char *isa) {
+/* Adding the same rows for several tokens gives each token the bits that it has alone, and writes nothing else. Long
+ * rows take a third of the pairs of counts, `turn` says which: three lengths together have all. */
+static void check_add_for_tokens(const scattered *s, size_t turn, const char *isa) {
     enum { MOST_TOKENS = 35, GAP = 3 };
     static const size_t row_counts[] = {0, 1, 5, 31, 32, 33, ROWS}, token_counts[] = {1, 2, 7, 16, 17, MOST_TOKENS};
     const size_t stride = s->n + GAP;
@@ -158,13 +166,15 @@ static void check_add_for_tokens(const scattered *s, const char *isa) {
     for (size_t i = 0; i < sizeof row_counts / sizeof *row_counts; i++)
         for (size_t k = 0; k < sizeof token_counts / sizeof *token_counts; k++) {
             const size_t rows = row_counts[i], tokens = token_counts[k];
+            if (s->n > 128 && (i + k + turn) % 3) continue;
             for (size_t j = 0; j < MOST_TOKENS * stride; j++) y[j] = want[j] = random_float();
             for (size_t t = 0; t < tokens; t++)
                 for (size_t r = 0; r < rows; r++) a[t][r] = random_float() * (t % 3 ? 1.0f : 100.0f);
             if (rows > 1 && tokens > 2) a[1][rows - 1] = INFINITY, a[2][0] = NAN;
             for (size_t t = 0; t < tokens; t++) np_add_rows(s->type, as_rows(s->quants), as_rows(s->scales), a[t], rows, s->n, want + t * stride);
             np_add_rows_for_tokens(s->type, as_rows(s->quants), as_rows(s->scales), a[0], ROWS + 1, rows, tokens, s->n, y, stride);
-            for (size_t j = 0; j < MOST_TOKENS * stride; j++)
+            const int same = memcmp(y, want, 4 * MOST_TOKENS * stride) == 0; /* then one check stands for all */
+            for (size_t j = 0; j < (same ? 1 : MOST_TOKENS * stride); j++)
                 CHECK(memcmp(&y[j], &want[j], 4) == 0 || (isnan(y[j]) && isnan(want[j])), "%s type %d n=%zu, %zu rows, %zu tokens: [%zu] %.9g, alone %.9g",
                       isa, s->type, s->n, rows, tokens, j, y[j], want[j]);
         }
@@ -181,7 +191,7 @@ static void test_isa(const char *isa) {
             if (type != NP_Q3) { /* whose rows are never added */
                 check_add(&s, isa);
                 check_add_bits(&s, isa);
-                if (lengths[i] < 600) check_add_for_tokens(&s, isa);
+                if (lengths[i] < 600) check_add_for_tokens(&s, i, isa);
                 if (lengths[i] < 500) check_not_finite_shows(&s, isa);
             }
             free_rows(&s);
