@@ -692,8 +692,10 @@ TINY = Recipe("tiny", "LlamaForCausalLM", "relu", 64, 100, 2, 2, 1, 32, vocabula
 def random_tensor(generator: np.random.PCG64, shape: tuple[int, ...], deviation: float) -> Array:
     """Nearly normal: the sum of the four 16-bit quarters of a raw 64-bit number, centred."""
     raw = generator.random_raw(int(np.prod(shape)))
-    quarters = raw.astype("<u8").view("<u2").reshape(-1, 4).sum(axis=1, dtype=np.int64)
-    unit = (quarters - 2 * 65535) / 37837.2  # the deviation of such a sum
+    quarters = raw.astype("<u8").view("<u2").reshape(-1, 4)
+    # Several times as fast as numpy's sum along so short an axis.
+    sums = quarters[:, 0].astype(np.int64) + quarters[:, 1] + quarters[:, 2] + quarters[:, 3]
+    unit = (sums - 2 * 65535) / 37837.2  # the deviation of such a sum
     return (unit * deviation).astype(np.float32).reshape(shape)
 
 
