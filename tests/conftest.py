@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.browser)
         if {"shell", "long_shell"} & fixtures:
             item.add_marker(pytest.mark.pipeline)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from the objects of seven thousand tests, which it would look at again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 FLASH = {4096: (12e6, 180e6, 250e6), 65536: (120e6, 700e6, 750e6), 262144: (300e6, 900e6, 950e6)}  # depths 1, 32, 128
