@@ -17,6 +17,9 @@ from neuronpipe.protocol.frozen import frozen
 
 # From this share of a chosen expert's clusters that a token accesses on, misses are those of whole experts.
 NEARLY_WHOLE = 0.9
+# A prompt's step of so many tokens that uses at least half of the experts has the cache evict what the step has read
+# before anything else, so that other clusters stay (NP_SCAN_TOKENS of the engine).
+SCAN_TOKENS = 64
 
 
 @frozen
@@ -67,6 +70,8 @@ def part_accesses(
     accesses = together * (1 - offloaded_share)
     if occupied >= on_workers:
         return PartAccesses(accesses, 0)
+    if all_accessed and mixture and tokens >= SCAN_TOKENS and 2 * together >= clusters:
+        return PartAccesses(accesses, int(accesses * (1 - occupied / on_workers)))
     if all_accessed and not mixture:  # clusters are accessed in turn: an unpinned one is evicted before its next access
         return PartAccesses(accesses, int(accesses * (1 - min(slots.pinned, on_workers) / on_workers)))
     # If experts are read whole, workers compute the same share of each: the rest counts as if it did not exist.

@@ -26,6 +26,7 @@ from neuronpipe.plans.cost.cluster_ranking import (
     residency_probability,
     whole_steps,
 )
+from neuronpipe.plans.cost.expected_misses import ResidentSlots, part_accesses
 from neuronpipe.plans.cost.token_time import expected
 from neuronpipe.plans.package.activity_profile import (
     ALWAYS,
@@ -315,7 +316,7 @@ def test_pins_that_starve_the_cache_of_a_mixture_are_expected_to_miss_all_the_ot
     unpinned = 1 - each / m.layout.clusters
     assert rate(0.2, pins) == pytest.approx(unpinned, abs=0.01)  # a tenth is left, and a token wants an eighth of it
     assert rate(0.32, pins) < 0.5 * unpinned
-    assert rate(0.2, made.memory.pins) < 0.5
+    assert rate(0.2, made.memory.pins) < 0.6
     nothing = made.memory.pins
     assert rate(0.1, nothing) == pytest.approx(1.0, abs=0.001)  # less than a token wants
     assert rate(0.14, nothing) < 0.7
@@ -373,6 +374,15 @@ def test_texts_that_want_the_same_read_it_once() -> None:
         reads.append(four / one)
     assert reads[0] == pytest.approx(1 / 4, rel=0.2)
     assert reads[1] > 2 * reads[0]
+
+
+def test_a_long_prompt_finds_the_experts_that_are_resident() -> None:
+    """It evicts what it has read itself: prompts were planned at 24 tokens/s and ran at 44."""
+    m = mixture(32, 4)
+    half = ResidentSlots(occupied=m.clusters // 2, pinned=0)
+    long, short = (part_accesses(m, rates(m, "exact"), "exact", 1.0, half, n, all_accessed=True) for n in (512, 16))
+    assert long.misses == pytest.approx(long.accesses / 2, rel=0.01)
+    assert short.misses == pytest.approx(short.accesses, rel=0.01)
 
 
 @pytest.mark.slow
