@@ -172,6 +172,7 @@ def test_a_package_is_simulated_on_this_machine(capsys: pytest.CaptureFixture[st
 
 IN_EVERY_RUN = {
     ("qwen3-30b-a3b", "exact", 0.3), ("qwen3-moe-100m", "exact", 0.6), ("turbosparse-mistral-7b", "predicted", 0.6),
+    ("qwen3.5-moe-100m", "exact", 1.0),
 }  # fmt: skip
 
 

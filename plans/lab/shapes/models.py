@@ -13,6 +13,7 @@ from neuronpipe.plans.lab.synth.shapes import SHAPES, rank_of
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES, row_bytes
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.segment_sizes import STATE_ELEMENT_BYTES
 from neuronpipe.plans.pull.package_library import REPOSITORY
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
@@ -59,9 +60,13 @@ class SimulatedModel:
         return self.spec.ffns * self.spec.neurons * self.neuron_bytes
 
     @property
-    def attention_layer_bytes(self) -> float:
-        """Bytes of attention's matrices in one layer, a mean over the layers."""
-        return self.spec.attention_weights / self.spec.layers * self.bits_per_weight / 8
+    def mixer_layer_bytes(self) -> float:
+        """Bytes of the matrices of attention or of a recurrent layer's mixer in one layer, a mean over the layers."""
+        return self.mixer_weights / self.spec.layers * self.bits_per_weight / 8
+
+    @property
+    def mixer_weights(self) -> int:
+        return self.spec.attention_weights + self.spec.recurrent_weights
 
     @property
     def output_bytes(self) -> float:
@@ -73,15 +78,18 @@ class SimulatedModel:
         return self.predictor_rank * (spec.width + rows_share * spec.neurons) * QUANT_BITS / 8
 
     def key_value_layer_bytes(self, context_tokens: float) -> float:
-        """Return the bytes of a layer's keys and values in fp16, a mean over the layers."""
-        return 2 * self.spec.position_elements / self.spec.layers * context_tokens
+        """Return the bytes that a token needs of a layer's keys and values in fp16 and of its recurrent state, which is
+        read and written; a mean over the layers."""
+        spec = self.spec
+        states = 2 * STATE_ELEMENT_BYTES * spec.all_state_elements
+        return (2 * spec.position_elements * context_tokens + states) / spec.layers
 
     @property
     def fixed_bytes(self) -> float:
         """Bytes that are always resident: all weights but the feed-forward's, predictors, the feed-forward's scales and
         the program. PowerInfer-2's paper counts in this way for the 47B."""
         spec = self.spec
-        outside = spec.layers * self.attention_layer_bytes + 2 * self.output_bytes
+        outside = spec.layers * self.mixer_layer_bytes + 2 * self.output_bytes
         scales = self.ffn_bytes * SCALE_BITS / self.bits_per_weight
         return outside + spec.ffns * self.predictor_bytes() + scales + RUNTIME_BYTES
 
@@ -94,8 +102,7 @@ class SimulatedModel:
     def computed_weights(self) -> float:
         """Number of weights of the layers that compute a token of a prompt."""
         spec = self.spec
-        dense = len(spec.ffn_matrices) * spec.width * spec.neurons * spec.experts_per_token
-        return spec.layers * dense + spec.attention_weights
+        return len(spec.ffn_matrices) * spec.width * spec.neurons * spec.active_ffns + self.mixer_weights
 
 
 @frozen

@@ -133,7 +133,7 @@ class _Token:
     def _attention(self, layer: int, after: list[Task]) -> list[Task]:
         model = self._model
         keys = model.key_value_layer_bytes(self._situation.context_tokens) * self._situation.batch
-        weights = model.attention_layer_bytes
+        weights = model.mixer_layer_bytes
         if not self._system.npu:
             return self._on_cores("attend", layer, weights + keys, after, tokens=self._situation.batch)
         start = self._device.npu_start_us.value * 1e-6
