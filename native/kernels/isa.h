@@ -126,10 +126,10 @@ np_dot_function np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3, np_dotp
 /* Prefetch stays within the requested rows: in a cache slot the next row may belong to a neuron that does not fire, and
  * reading it would take bandwidth from one that does. The distance in bytes from the place being read to the place to
  * prefetch: in a following row, or for scattered rows in one a few rows ahead; 0 if none follows. Prefetching into the
- * second-level cache makes scattered pieces of 2 KiB 1.2 times as fast. Six KiB ahead, a page and a half, make q4k 1.2 and
- * q6k 1.7 times as fast as two, which lie in the page that the processor itself fetches ahead (rows of 2048, Zen 4, pages
- * of 4 KiB); with eight, q4 and q8 lose what they gain. Of scattered rows, 2 to 8 ahead make no difference, unless one
- * follows the other: then six decode a 1B of which every neuron fires 1.05 times as fast as three. */
+ * second-level cache makes scattered pieces of 2 KiB 1.2 times as fast. Six KiB ahead make q4k 1.2 and q6k 1.7 times as
+ * fast as two (rows of 2048, Zen 4, pages of 4 KiB); with eight, q4 and q8 lose what they gain. Of scattered rows, 2 to 8
+ * ahead make no difference, unless one follows the other: then six decode a 1B of which every neuron fires 1.05 times as
+ * fast as three. */
 enum { NP_AHEAD_BYTES = 6144, NP_AHEAD_ROWS = 6 };
 
 NP_INLINE size_t np_ahead_bytes(const np_rows *rows, size_t r) {

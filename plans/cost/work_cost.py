@@ -7,7 +7,7 @@ memory, with which computing is assumed to keep up. A cost is None if neither wa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
@@ -65,8 +65,8 @@ class WorkCost:
 
         matrix: the only matrix that is read; "": all, each with its share of the bytes
         """
-        only = {self.manifest.quantization_of(matrix): 1.0}
-        return self._whole_rows_ms(size_bytes, only if matrix else self._fixed_shares)
+        only = ((self.manifest.quantization_of(matrix), 1.0),)
+        return self._whole_rows_ms(size_bytes, only if matrix else self._fixed_shares.items())
 
     def triggers_ms(self, size_bytes: float) -> float | None:
         """Return the time of all trigger rows of blocks, read in order."""
@@ -81,8 +81,7 @@ class WorkCost:
         Whole experts have rows as fixed matrices have them.
         """
         if self.manifest.layout.down_by_output:
-            up, down = self._value_shares
-            return summed(*(self._whole_rows_ms(size_bytes * part, {of: 1.0}) for of, part in (up, down)))
+            return self._whole_rows_ms(size_bytes, self._value_shares)
         if (each_s := self._values_s_per_byte(share, predicted=False)) is not None:
             return 1e3 * size_bytes * each_s
         return self._pieces_ms(size_bytes, piece_bytes)
@@ -268,12 +267,12 @@ class WorkCost:
         times_ms = self._kernel_ms(kind, size_bytes, 1.0, rows), self.sequential_read_ms(size_bytes)
         return max((time_ms for time_ms in times_ms if time_ms is not None), default=None)
 
-    def _whole_rows_ms(self, size_bytes: float, shares: Mapping[Quantization, float]) -> float | None:
+    def _whole_rows_ms(self, size_bytes: float, shares: Iterable[tuple[Quantization, float]]) -> float | None:
         """Return the time of products with whole rows in order.
 
         shares: share of the bytes in each quantization
         """
-        return summed(*(self._in_order_ms("matrix", size_bytes * part, self._rows(of)) for of, part in shares.items()))
+        return summed(*(self._in_order_ms("matrix", size_bytes * part, self._rows(of)) for of, part in shares))
 
     def _kernel_ms(self, kind: DecodeKind, size_bytes: float, share: float, rows: dict[str, Any]) -> float | None:
         speed = self._measured(lambda profile: profile.decode_bytes_per_s(kind, self.workers, share, **rows))

@@ -100,22 +100,28 @@ def profile_cases(manifest: Manifest) -> tuple[Case, ...]:
 
 def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
     """Return the cases of the kernels that dominate runs of this package."""
-    width, is_whole = min(manifest.model.width, MAX_ROW_WEIGHTS), manifest.layout.down_by_output
-    rows, gates = (manifest.quantization, width), (manifest.trigger_quantization, width)
-    downs, output = (manifest.row_quantization("down"), width), (manifest.quantization_of("output"), width)
+    width, kinds = min(manifest.model.width, MAX_ROW_WEIGHTS), dict[Quantization, dict[CaseKind, None]]()
+    of_downs: tuple[CaseKind, ...] = ("matrix", "panel") if manifest.layout.down_by_output else ("exact", "reused")
+    of_matrices: tuple[tuple[Quantization, tuple[CaseKind, ...]], ...] = (
+        (manifest.quantization, ("matrix", "exact", "reused", "panel")),
+        (manifest.trigger_quantization, ("exact", "panel")),
+        (manifest.row_quantization("down"), of_downs),
+        (manifest.quantization_of("output"), ("matrix",)),
+    )
+    for quantization, needed in of_matrices:
+        predicted: tuple[CaseKind, ...] = ("predicted",) if "exact" in needed and manifest.predictor else ()
+        kinds.setdefault(quantization, {}).update(dict.fromkeys((*needed, *predicted)))
     share = SHARES[-1] if manifest.model.all_neurons_fire else SHARES[0]
-    panels = [float(tokens) for tokens in PANEL_TOKENS[1:]]
-    cases = [Case("matrix", *rows, 1.0)]
-    cases += [Case("matrix", *output, 1.0)] if output != rows else []
-    cases += [Case("matrix", *downs, 1.0)] if is_whole and downs not in (rows, output) else []
-    for shape in dict.fromkeys((rows, gates, downs)):
-        if shape in (rows, gates) or is_whole:
-            cases += [Case("panel", *shape, tokens) for tokens in panels]
-        if shape in (rows, gates) or not is_whole:
-            cases += [Case("exact", *shape, share)]
-            cases += [Case("reused", *shape, share)] if shape != gates or shape == rows else []
-            cases += [Case("predicted", *shape, share)] if manifest.predictor is not None else []
-    return (*cases, Case("reused", "f16", 4096, share))  # attention of prompts
+    amounts: dict[CaseKind, tuple[float, ...]] = {"matrix": (1.0,), "panel": tuple(map(float, PANEL_TOKENS[1:]))}
+    return (
+        *(
+            Case(kind, quantization, width, amount)
+            for quantization, of_rows in kinds.items()
+            for kind in of_rows
+            for amount in amounts.get(kind, (share,))
+        ),
+        Case("reused", "f16", 4096, share),  # attention of prompts
+    )
 
 
 def measure_kernels(
