@@ -108,9 +108,9 @@ def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
         (manifest.row_quantization("down"), of_downs),
         (manifest.quantization_of("output"), ("matrix",)),
     )
-    for quantization, needed in of_matrices:
-        predicted: tuple[CaseKind, ...] = ("predicted",) if "exact" in needed and manifest.predictor else ()
-        kinds.setdefault(quantization, {}).update(dict.fromkeys((*needed, *predicted)))
+    for quantization, measured in of_matrices:
+        predicted: tuple[CaseKind, ...] = ("predicted",) if "exact" in measured and manifest.predictor else ()
+        kinds.setdefault(quantization, {}).update(dict.fromkeys((*measured, *predicted)))
     share = SHARES[-1] if manifest.model.all_neurons_fire else SHARES[0]
     amounts: dict[CaseKind, tuple[float, ...]] = {"matrix": (1.0,), "panel": tuple(map(float, PANEL_TOKENS[1:]))}
     return (
