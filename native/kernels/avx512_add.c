@@ -54,7 +54,7 @@ NP_INLINE NP_AVX512 np_lane_scales row_scales(const int type, const row_batch *b
     const __mmask16 mask = groups < 16 ? (__mmask16)((1u << groups) - 1) : 0xffff;
     const uint8_t *scales = b->at[row].scales;
     if (row < b->fetched && group % 32 == 0) __builtin_prefetch(b->next[row].scales + 2 * group, 0, 2);
-    if (np_has_minimum(type)) return np_minimum_lanes(type, scales + np_minimum_bytes(type) * group, groups > NP_MINIMUM_GROUPS);
+    if (np_has_minimum(type)) return np_row_minimums(type, scales + np_minimum_bytes(type) * group, groups);
     return (np_lane_scales){_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, scales + 2 * group)), _mm512_setzero_ps()};
 }
 

@@ -117,13 +117,13 @@ NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, 
         __m512i weights[STEPS];
         np_lane_scales s = {0};
         turn_block(type, row.quants + g * group_bytes, row.quants + rows->n / 2 + 2 * g, rows->n / 16, block, ahead, weights);
-        if (np_has_minimum(type)) s = np_block_minimums(type, row.scales + np_minimum_bytes(type) * g, block);
+        if (np_has_minimum(type)) s = np_row_minimums(type, row.scales + np_minimum_bytes(type) * g, groups - g);
         for (size_t t = 0; t < tokens; t++) {
             if (!(mask >> t & 1)) continue;
             const turned_activation *own = &turned[t * blocks];
             __m512i dots = np_has_minimum(type) ? _mm512_setzero_si512() : own->owed;
             for (size_t j = 0; j < STEPS; j++) dots = _mm512_dpbusd_epi32(dots, weights[j], own->quants[j]);
-            if (np_has_minimum(type)) sum[t] = np_add_with_minimums(dots, &s, x[t].scales + g, own->scaled_sums, sum[t]);
+            if (np_has_minimum(type)) sum[t] = np_add_with_minimums(dots, &s, _mm512_loadu_ps(x[t].scales + g), own->scaled_sums, sum[t]);
             else sum[t] = np_add_scaled(dots, scales, block, x[t].scales + g, sum[t]);
         }
     }

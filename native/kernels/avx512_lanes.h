@@ -84,13 +84,9 @@ NP_INLINE NP_AVX512 __m512 np_add_scaled(__m512i dots, const uint16_t *scales, c
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, sum);
 }
 
-NP_INLINE NP_AVX512 np_lane_scales np_block_minimums(const int type, const uint8_t *scales, const np_block *block) {
-    return np_minimum_lanes(type, scales, block->scales > 0xff);
-}
-
 /* sum + dots of 16 groups * their scales - scaled sums of quants * their minimums. */
-NP_INLINE NP_AVX512 __m512 np_add_with_minimums(__m512i dots, const np_lane_scales *s, const float *x_scales, __m512 scaled_sums, __m512 sum) {
-    sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_mul_ps(s->scales, _mm512_loadu_ps(x_scales)), sum);
+NP_INLINE NP_AVX512 __m512 np_add_with_minimums(__m512i dots, const np_lane_scales *s, __m512 x_scales, __m512 scaled_sums, __m512 sum) {
+    sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_mul_ps(s->scales, x_scales), sum);
     return _mm512_fnmadd_ps(s->minimums, scaled_sums, sum);
 }
 

@@ -10,17 +10,19 @@ typedef struct {
     __m512 scales, minimums;
 } np_lane_scales;
 
-/* Two blocks of q4h or q5h, or one. */
-NP_INLINE NP_AVX512 np_lane_scales np_half_lanes(const void *blocks, int has_second) {
-    const __m512i all = _mm512_maskz_loadu_epi64(has_second ? 0xff : 0xf, blocks);
+/* Two blocks of q4h or q5h; of the second zeros if it is NULL. */
+NP_INLINE NP_AVX512 np_lane_scales np_half_lanes(const void *first, const void *second) {
+    const __m256i upper = second ? _mm256_loadu_si256(second) : _mm256_setzero_si256();
+    const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(first)), upper, 1);
     const __m512i sorted = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 4, 5, 2, 3, 6, 7), all);
     return (np_lane_scales){_mm512_cvtph_ps(_mm512_castsi512_si256(sorted)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(sorted, 1))};
 }
 
-/* Two blocks, or one if there are not more than eight groups. */
-NP_INLINE NP_AVX512 np_lane_scales np_minimum_lanes(const int type, const void *blocks, int has_second) {
-    if (np_has_half_scales(type)) return np_half_lanes(blocks, has_second);
-    const __m256i both = _mm256_maskz_loadu_epi64(has_second ? 15 : 3, blocks);
+/* Two blocks; of the second zeros if it is NULL. */
+NP_INLINE NP_AVX512 np_lane_scales np_minimum_lanes(const int type, const void *first_block, const void *second_block) {
+    if (np_has_half_scales(type)) return np_half_lanes(first_block, second_block);
+    const __m128i upper = second_block ? _mm_loadu_si128(second_block) : _mm_setzero_si128();
+    const __m256i both = _mm256_set_m128i(upper, _mm_loadu_si128(first_block));
     /* In every lane a group's bytes: low bits of scale and minimum, and the byte with its upper bits, which lie four bits
      * further up for the last four groups of a block. */
     const __m512i halves = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), _mm512_castsi256_si512(both));
@@ -36,6 +38,11 @@ NP_INLINE NP_AVX512 np_lane_scales np_minimum_lanes(const int type, const void *
     const __m512 dmin = _mm512_cvtph_ps(_mm256_shuffle_epi8(both, _mm256_set1_epi16(0x0302)));
     return (np_lane_scales){_mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_and_si512(scale, six_bits))),
                             _mm512_mul_ps(dmin, _mm512_cvtepi32_ps(_mm512_and_si512(minimum, six_bits)))};
+}
+
+/* Those of a row's next 16 groups, `block` being their first block; of `groups` if so few are left. */
+NP_INLINE NP_AVX512 np_lane_scales np_row_minimums(const int type, const uint8_t *block, size_t groups) {
+    return np_minimum_lanes(type, block, groups > NP_MINIMUM_GROUPS ? block + np_minimum_bytes(type) * NP_MINIMUM_GROUPS : NULL);
 }
 
 /* xs * the groups' sums of quants: what a group's minimum is multiplied by. */

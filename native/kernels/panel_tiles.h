@@ -109,7 +109,7 @@ typedef struct {
 NP_INLINE NP_AVX512 void unpack_scales(int type, const uint8_t *scales, size_t g, size_t groups, unpacked_scales *to) {
     const __mmask16 there = groups - g < 16 ? (__mmask16)((1u << (groups - g)) - 1) : 0xffff;
     if (np_has_minimum(type)) {
-        const np_lane_scales lanes = np_minimum_lanes(type, scales + np_minimum_bytes(type) * g, groups - g > NP_MINIMUM_GROUPS);
+        const np_lane_scales lanes = np_row_minimums(type, scales + np_minimum_bytes(type) * g, groups - g);
         _mm512_store_ps(to->scales, lanes.scales);
         _mm512_store_ps(to->minimums, lanes.minimums);
     } else {

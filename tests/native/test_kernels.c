@@ -185,7 +185,7 @@ static void test_not_finite_shows(const char *isa) {
 }
 
 static void test_isa(const char *isa) {
-    static const size_t lengths[] = {32, 64, 96, 128, 160, 320, 512, 544, 736, 1024, 4096, 8192, 8224};
+    static const size_t lengths[] = {32, 64, 96, 128, 160, 256, 320, 512, 544, 736, 768, 1024, 4096, 8192, 8224};
     static const size_t whole_groups = sizeof lengths / sizeof *lengths;
     static const size_t odd_lengths[] = {1, 7, 15, 17, 33, 63, 65, 80, 127, 333};
     for (int kind = 0; kind < KINDS; kind++) {

@@ -59,7 +59,7 @@ static void check_panel(const product *p, const char *isa, size_t rows, size_t t
 }
 
 static void test_isa(const char *isa) {
-    static const size_t lengths[] = {32, 96, 352, 512, 1056, 4096 + 32};
+    static const size_t lengths[] = {32, 96, 352, 512, 768, 1056, 4096 + 32};
     for (int type = NP_F16; type < TYPES; type++) {
         for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
             product p = make_product(type, lengths[i]);

@@ -182,7 +182,7 @@ static void check_add_for_tokens(const scattered *s, size_t turn, const char *is
 }
 
 static void test_isa(const char *isa) {
-    static const size_t lengths[] = {32, 64, 96, 128, 352, 512, 544, 4096 + 32, 7, 333};
+    static const size_t lengths[] = {32, 64, 96, 128, 256, 352, 512, 544, 768, 4096 + 32, 7, 333};
     for (int type = NP_F16; type < TYPES; type++)
         for (size_t i = 0; i < (type == NP_F16 ? 10 : 8); i++) {
             scattered s = make_rows(type, lengths[i]);
