@@ -52,7 +52,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     document = read_json(path / "config.json", has_infinities=True)
     name = _architecture(document)
     architecture = ARCHITECTURES[name]
-    config = _language_part(document, architecture)
+    config = architecture.language_part(document)
     ends = document if document.has("eos_token_id") else config
     with ExitStack() as files:
         is_fp8 = _method(document) in METHODS
@@ -99,18 +99,6 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
             files=files.pop_all(),
         )
     raise AssertionError  # for the type checker, which assumes that ExitStack.__exit__ may suppress errors
-
-
-def _language_part(config: Record, architecture: Architecture) -> Record:
-    """Return the configuration of the language model, with the defaults of its class."""
-    if renamed := {name: other for name, other in architecture.renamed.items() if config.has(name)}:
-        values = {other: config.value(name) for name, other in renamed.items()}
-        config = Record({name: config.value(name) for name in config.names()} | values, config.where)
-    if architecture.part is None:
-        return config.over(architecture.defaults, architecture.config_class)
-    tied = "tie_word_embeddings"
-    defaults = {**architecture.defaults, **({tied: config.value(tied)} if config.has(tied) else {})}
-    return config.record(architecture.part).over(defaults, architecture.config_class)
 
 
 def _with_local_positions(model: ModelSpec, config: Record) -> tuple[ModelSpec, NDArray[np.float32] | None]:

@@ -160,6 +160,17 @@ class Architecture:
     renamed: Mapping[str, str] = field(default_factory=dict)
     extra_layers: str | None = None
 
+    def language_part(self, config: Record) -> Record:
+        """Return the configuration of the language model in a config.json, with the defaults of its class."""
+        if renamed := {name: other for name, other in self.renamed.items() if config.has(name)}:
+            values = {other: config.value(name) for name, other in renamed.items()}
+            config = Record({name: config.value(name) for name in config.names()} | values, config.where)
+        if self.part is None:
+            return config.over(self.defaults, self.config_class)
+        tied = "tie_word_embeddings"
+        defaults = {**self.defaults, **({tied: config.value(tied)} if config.has(tied) else {})}
+        return config.record(self.part).over(defaults, self.config_class)
+
     def is_interleaved(self, config: Record) -> bool:
         return self.interleaved(config) if callable(self.interleaved) else self.interleaved
 

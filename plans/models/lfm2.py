@@ -20,8 +20,10 @@ NAME = "lfm2"
 MIXERS: dict[str, Mixer] = {"conv": "convolution", FULL: "attention"}
 Has = Callable[[str], bool]
 
-# Lfm2Config in transformers/models/lfm2/configuration_lfm2.py. tie_embedding: an older name.
+# Lfm2Config in transformers/models/lfm2/configuration_lfm2.py. tie_embedding: an older name. The class has no
+# hidden_act, and published files do not state it: its feed-forward is SiLU.
 DEFAULTS = {
+    "hidden_act": "silu",
     "vocab_size": 65536,
     "hidden_size": 2560,
     "intermediate_size": 12288,

@@ -38,7 +38,6 @@ def manifest_of_shape(shape: SimulatedModel) -> Manifest:
     spec = shape.spec
     order: NeuronOrder = "source" if spec.all_neurons_fire else "frequency"
     layout = layout_of_model(spec, "q4", order)
-    clusters = spec.ffns * layout.clusters
     predictor = _predictor(shape) if spec.activation == "drelu" else None
     manifest = Manifest(
         name=shape.name,
@@ -52,14 +51,20 @@ def manifest_of_shape(shape: SimulatedModel) -> Manifest:
         fired_by_layer=(shape.active,) * spec.layers,
         predictor=predictor,
     )
+    return with_file_lengths(manifest)
+
+
+def with_file_lengths(manifest: Manifest) -> Manifest:
+    """Return the sealed manifest with its files and their lengths; that of the tokenizer is assumed."""
+    clusters = manifest.clusters
     lengths = {
-        TOKENIZER: TOKEN_BYTES * spec.vocabulary,
+        TOKENIZER: TOKEN_BYTES * manifest.model.vocabulary,
         FIXED: file_bytes(fixed_tensors(manifest)),
-        BUNDLES: clusters * layout.cluster_stride_bytes,
+        BUNDLES: clusters * manifest.layout.cluster_stride_bytes,
         CHECKSUMS: clusters * CHECKSUM_BYTES,
     }
-    if predictor is not None:
-        lengths[PREDICTOR] = file_bytes(predictor_tensors(spec, predictor))
+    if manifest.predictor is not None:
+        lengths[PREDICTOR] = file_bytes(predictor_tensors(manifest.model, manifest.predictor))
     return replace(manifest, files={name: FileEntry(length, None) for name, length in lengths.items()}).sealed()
 
 
