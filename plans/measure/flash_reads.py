@@ -27,8 +27,13 @@ from neuronpipe.protocol.frozen import frozen
 
 KIB = 1 << 10
 # (request_bytes, depth). Several reads in flight show the storage's throughput, single ones the cost of a miss. Depths
-# above one have several sizes, since the fixed cost of a read is computed from their difference.
-BRIEF_POINTS = ((4 * KIB, 1), *((size * KIB, depth) for depth in (32, 128) for size in (4, 8, 64)), (256 * KIB, 32))
+# above one have several sizes, since the fixed cost of a read is computed from their difference. Single reads of whole
+# experts, of which a token may wait for a few only, need a large size: 4 KiB alone made them 30 times too slow.
+BRIEF_POINTS = (
+    *((size * KIB, 1) for size in (4, 256)),
+    *((size * KIB, depth) for depth in (32, 128) for size in (4, 8, 64)),
+    (256 * KIB, 32),
+)
 BRIEF_BUDGET_S = 0.24
 FULL_POINTS = tuple(
     (size * KIB, depth) for size in (4, 8, 64, 256, 1024) for depth in (1, 8, 32, 128) if size * depth <= 32 * KIB
