@@ -29,6 +29,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "swap": "replace a process of a live run, also by another implementation",
     },
     "packages": {
+        "models": "show which models this machine can run, and how fast",
         "pull": "download a model and convert it to a package",
         "list": "list the packages that have names",
         "rm": "remove packages by name",

@@ -25,7 +25,7 @@ def model_required() -> str:
     """Return the error text for verbs where the demo would be of no use: which shapes and packages can be named."""
     from neuronpipe.plans.lab.shapes.models import known_models  # only a mistake pays for it
 
-    names = _package_names()
+    names = pulled_names()
     packages = f"; packages are {', '.join(names)}" if names else ""
     return f"name a model: a shape, or a package; shapes are {', '.join(known_models())}{packages}"
 
@@ -48,7 +48,7 @@ def plan_shape_here(manifest: Manifest, options: PlanOptions, *, several: bool, 
 
 def probe_without_package(report: Callable[[str], None]) -> tuple[Path, Device]:
     """Probe this machine; return the package whose file flash was measured on, which is the largest, and the device."""
-    packages = [DEMO, *(packages_folder() / name for name in _package_names())]
+    packages = [DEMO, *(packages_folder() / name for name in pulled_names())]
     files = {path: neurons_file(path) for path in packages}
     largest = max(packages, key=lambda path: -1 if (file := files[path]) is None else file.stat().st_size)
     return largest, probe(largest, say=report)
@@ -75,7 +75,8 @@ def no_activity() -> Activity:
     raise ValueError("a shape has no activity profile")
 
 
-def _package_names() -> list[str]:
+def pulled_names() -> list[str]:
+    """Return the names of this user's packages; none for a user without a home."""
     with contextlib.suppress(UserError):  # a user without a home has no packages
         return package_names()
     return []
