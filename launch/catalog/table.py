@@ -13,13 +13,13 @@ from neuronpipe.protocol.frozen import frozen
 COLUMNS = 80
 NAME_COLUMNS = 18
 HEADINGS = (
-    f"{'':<{NAME_COLUMNS}}{'':>10}  {'memory':>10}  {'of it in':>8}  {'':>8}  {'first':>7}",
-    f"{'model':<{NAME_COLUMNS}}{'download':>10}  {'at least':>10}  {'memory':>8}  {'tokens/s':>8}  {'token':>7}",
+    f"{'':<{NAME_COLUMNS}}{'':>10}  {'memory':>10}  {'weights':>8}  {'':>8}  {'first':>7}",
+    f"{'model':<{NAME_COLUMNS}}{'download':>10}  {'at least':>10}  {'resident':>8}  {'tokens/s':>8}  {'token':>7}",
 )
 LEGEND = (
-    "memory at least: the smallest --memory with which the model runs; of it in memory: the share of its feed-forward "
-    f"weights that stay within this limit, the rest is read from flash; first token: after a prompt of {PROMPT_TOKENS} "
-    "tokens"
+    "at least: the smallest --memory that works; resident: the share of the feed-forward weights that stays within the "
+    f"limit, while flash gives the rest; first token: after a prompt of {PROMPT_TOKENS} tokens. Speeds are cautious: a "
+    "run may find a plan that is up to 30 % faster"
 )
 
 
@@ -43,7 +43,7 @@ def table_lines(estimates: Sequence[Estimate], pulled: frozenset[str], *, shows_
     was_usable = True
     for estimate in running:
         if was_usable and not estimate.is_usable:
-            yield Line(text="slower than one reads, or long until the first token:", style="bold")
+            yield Line(text="slower than one reads, or slow to begin:", style="bold")
         was_usable = estimate.is_usable
         yield Line(text=_figures(estimate, is_pulled=estimate.model.name in pulled), style="" if was_usable else "dim")
         yield Line(text=f"  {describe(estimate)}", style="dim")
@@ -51,10 +51,9 @@ def table_lines(estimates: Sequence[Estimate], pulled: frozenset[str], *, shows_
         return
     for number, estimate in enumerate(estimate for estimate in estimates if not estimate.runs):
         if number == 0:
-            yield Line(text="what does not run:", style="bold")
+            yield Line(text="what does not run, and why:", style="bold")
         download = show_bytes(estimate.model.download_bytes)
-        yield Line(text=f"{estimate.model.name:<{NAME_COLUMNS}}{download:>10}", style="dim")
-        yield from wrapped(f"{describe(estimate)}: {why_not(estimate)}", indent="  ", style="dim")
+        yield Line(text=f"{estimate.model.name:<{NAME_COLUMNS}}{download:>10}  {estimate.problem}", style="dim")
 
 
 def _figures(estimate: Estimate, *, is_pulled: bool) -> str:
@@ -72,15 +71,6 @@ def describe(estimate: Estimate) -> str:
     whole, active = _count(estimate.parameters), _count(estimate.active_parameters)
     size = whole if estimate.active_parameters > estimate.parameters / 2 else f"{whole}, {active} active"
     return f"{size}: {estimate.model.note}"
-
-
-def why_not(estimate: Estimate) -> str:
-    """Return why a model does not run, with the memory that it needs."""
-    assert estimate.problem is not None
-    needed_bytes, limit_bytes = estimate.min_memory_bytes, estimate.limit_bytes
-    if needed_bytes is not None and needed_bytes > limit_bytes > 0:
-        return f"needs {show_bytes(needed_bytes)}, and the limit is {show_bytes(limit_bytes)}"
-    return estimate.problem
 
 
 def wrapped(text: str, *, indent: str = "", style: str = "") -> Iterator[Line]:
@@ -120,7 +110,7 @@ def as_json(estimate: Estimate, *, is_pulled: bool) -> dict[str, Any]:
         "pulled": is_pulled,
         "runs": estimate.runs,
         "usable": estimate.is_usable,
-        "problem": None if estimate.runs else why_not(estimate),
+        "problem": estimate.problem,
         "min_memory_bytes": estimate.min_memory_bytes,
         "resident_share": None if estimate.resident_share is None else round(estimate.resident_share, 4),
         "tokens_per_s": estimate.tokens_per_s,

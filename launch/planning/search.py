@@ -94,6 +94,20 @@ def search_plan(
     return outcome.search, outcome.result, dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
 
 
+def quick_plan(subject: Subject, options: PlanOptions, limit_bytes: int) -> tuple[Plan, int]:
+    """Return a plan for one sequence on the CPU about as fast as `search_plan` finds, and the smallest limit with a plan.
+
+    Of the options, the context and the mode count. Raises LimitTooSmall if no plan fits the limit, and UserError if
+    nothing fits the options.
+    """
+    requirements = PlannerOptions(context_tokens=options.context_tokens, sequences=1)
+    frequencies = AccessFrequencies.of(subject.manifest, subject.read_activity)
+    space = _PlanSearch(options, subject, False, requirements, frequencies).space(None, None)
+    search = Search(subject.manifest, space, requirements, USUAL, frequencies)
+    plan = search.quick(limit_bytes).plan
+    return plan, search.limits_bytes()[0]
+
+
 @frozen
 class _Outcome:
     """The result of a search.
@@ -162,7 +176,7 @@ class _PlanSearch:
         target_speed, limit_bytes = self.options.target_tokens_per_s, self.options.memory_bytes
         if self.requirements.follows:
             limit_bytes = followed_limit_bytes(self.subject.device)
-        space = self._space(accelerator, backend)
+        space = self.space(accelerator, backend)
         objective = USUAL if target_speed is None else ANSWER
         search = Search(self.subject.manifest, space, self.requirements, objective, self.frequencies)
         if target_speed is None:
@@ -171,7 +185,8 @@ class _PlanSearch:
             limit_bytes = space.place(space.workers[0]).memory_bytes
         return _Outcome(search, search.reaching(target_speed, limit_bytes))
 
-    def _space(self, accelerator: Accelerator | None, backend: str | None) -> Space:
+    def space(self, accelerator: Accelerator | None, backend: str | None) -> Space:
+        """Return the modes and workers that the options allow."""
         device, gateway, quota = self.subject.device, self.gateway, self.subject.device.cpu_quota
         cores = device.cores
         if self.options.cores is not None:

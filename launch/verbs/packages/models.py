@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,9 +19,8 @@ from neuronpipe.launch.catalog.estimates import (
     sorted_by_use,
 )
 from neuronpipe.launch.catalog.table import LEGEND, Line, as_json, print_lines, table_lines, wrapped
-from neuronpipe.launch.formats import as_typed, line_to_paste, show_bytes
-from neuronpipe.launch.planning.options import PlanOptions
-from neuronpipe.launch.planning.shapes import flash_caveat, pulled_names, probe_without_package
+from neuronpipe.launch.formats import line_to_paste, show_bytes
+from neuronpipe.launch.planning.shapes import flash_caveat, probe_without_package, pulled_names
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.lab.devices.device_description import caveats, planner_device
@@ -29,6 +29,8 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import MODES
 from neuronpipe.plans.planner.device_facts import MEMORY_SHARE
 from neuronpipe.plans.pull.catalog import catalog
+from neuronpipe.plans.pull.package_library import data_folder
+from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 
@@ -40,12 +42,17 @@ class Target:
     device_for: (manifest) -> the device for the planner
     memory_bytes: the memory limit unless the user sets one
     sources: where its figures come from, and what they leave out
+    pulled: names of the models that are on this disk
+    free_bytes: free space for packages; None: not known
     """
 
     title: str
+    is_here: bool
     device_for: Callable[[Manifest], Device]
     memory_bytes: int
     sources: tuple[str, ...]
+    pulled: frozenset[str] = frozenset()
+    free_bytes: int | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,23 +81,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    is_here = arguments.device in (None, THIS_MACHINE)
     with Progress("planning", "models", plain=arguments.json) as progress:
         progress(0, len(catalog()))
-        target = _this_machine() if is_here else _described(arguments.device)
+        target = _this_machine() if arguments.device in (None, THIS_MACHINE) else _described(arguments.device)
         limit_bytes = arguments.memory or target.memory_bytes
-        options = PlanOptions(memory_bytes=limit_bytes, context_tokens=arguments.context, mode=arguments.mode)
         estimates = []
         for number, model in enumerate(catalog().values(), 1):
-            estimates.append(estimate(model, target.device_for, options))
+            estimates.append(
+                estimate(
+                    model,
+                    target.device_for,
+                    limit_bytes=limit_bytes,
+                    context_tokens=arguments.context,
+                    mode=arguments.mode,
+                )
+            )
             progress(number, len(catalog()))
     estimates = sorted_by_use(estimates)
-    pulled = frozenset(name.casefold() for name in pulled_names()) if is_here else frozenset()
     if arguments.json:
-        print(json.dumps(_document(estimates, target, options, pulled), indent=2))
+        print(json.dumps(_document(arguments, estimates, target, limit_bytes), indent=2))
     else:
-        lines = list(_page(estimates, target, options, pulled, arguments=arguments, is_here=is_here))
-        print_lines(lines, in_colour=sys.stdout.isatty())
+        print_lines(list(_page(arguments, estimates, target, limit_bytes)), in_colour=sys.stdout.isatty())
     return 0
 
 
@@ -99,9 +110,12 @@ def _this_machine() -> Target:
     measured, device = probe_without_package(report=notes.append)
     return Target(
         title="this machine",
+        is_here=True,
         device_for=lambda manifest: device,
         memory_bytes=int(MEMORY_SHARE * device.memory_available_bytes),
         sources=(flash_caveat(measured, device), *notes),
+        pulled=frozenset(name.casefold() for name in pulled_names()),
+        free_bytes=_free_bytes(),
     )
 
 
@@ -109,72 +123,82 @@ def _described(name: str) -> Target:
     model = read_device(name)
     return Target(
         title=model.name,
+        is_here=False,
         device_for=lambda manifest: planner_device(model, manifest),
         memory_bytes=int(model.memory_usable_gb.value * 1e9),
         sources=caveats(model),
     )
 
 
+def _free_bytes() -> int | None:
+    """Return the free space of the disk that packages are stored on; None if it is not known."""
+    try:
+        folder = data_folder()
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+    except (OSError, UserError):  # a user without a home
+        return None
+
+
 def _document(
-    estimates: Sequence[Estimate], target: Target, options: PlanOptions, pulled: frozenset[str]
+    arguments: argparse.Namespace, estimates: Sequence[Estimate], target: Target, limit_bytes: int
 ) -> dict[str, object]:
-    first = best(estimates)
+    first = best(estimates, target.free_bytes)
     return {
         "device": target.title,
-        "memory_bytes": options.memory_bytes,
-        "context_tokens": options.context_tokens,
+        "memory_bytes": limit_bytes,
+        "context_tokens": arguments.context,
         "prompt_tokens": PROMPT_TOKENS,
-        "mode": options.mode,
+        "mode": arguments.mode,
         "sources": list(target.sources),
         "order": RULE,
         "best": None if first is None else first.model.name,
-        "models": [as_json(estimate, is_pulled=estimate.model.name in pulled) for estimate in estimates],
+        "models": [as_json(estimate, is_pulled=estimate.model.name in target.pulled) for estimate in estimates],
     }
 
 
 def _page(
-    estimates: Sequence[Estimate],
-    target: Target,
-    options: PlanOptions,
-    pulled: frozenset[str],
-    *,
-    arguments: argparse.Namespace,
-    is_here: bool,
+    arguments: argparse.Namespace, estimates: Sequence[Estimate], target: Target, limit_bytes: int
 ) -> Iterator[Line]:
-    limit_bytes = options.memory_bytes or 0
-    yield Line(
-        text=f"{target.title}, {show_bytes(limit_bytes)} of memory, {options.context_tokens:,} tokens of context, mode "
-        f"{options.mode}",
+    yield from wrapped(
+        f"{target.title}: {show_bytes(limit_bytes)} of memory for a run, {arguments.context:,} tokens of context, mode "
+        f"{arguments.mode}",
         style="bold",
     )
     yield Line(text="")
-    yield from table_lines(estimates, pulled, shows_others=arguments.all)
-    hidden = sum(not estimate.runs for estimate in estimates)
+    yield from table_lines(estimates, target.pulled, shows_others=arguments.all)
     yield Line(text="")
+    hidden = sum(not estimate.runs for estimate in estimates)
     if hidden and not arguments.all:
-        names = "1 more does" if hidden == 1 else f"{hidden} more do"
-        yield from wrapped(f"{names} not run with this limit; --all says why")
-    yield from wrapped(f"order: {RULE}", style="dim")
-    yield from wrapped(LEGEND, style="dim")
-    for source in target.sources:
-        yield from wrapped(source, style="dim")
-    first = best(estimates)
+        yield from wrapped(f"{hidden} of {len(estimates)} models do not run like this; --all shows why")
+    for note in (f"order: {RULE}", LEGEND, *target.sources):
+        yield from wrapped(note, style="dim")
+    first = best(estimates, target.free_bytes)
     if first is None:
-        yield from wrapped("no model of the catalog answers at a usable speed here; a larger --memory may help")
-    elif is_here:
+        yield from wrapped("no model that fits answers at the pace of reading here")
+    elif target.is_here:
         yield Line(text="")
-        yield from _commands(first, arguments, is_pulled=first.model.name in pulled)
+        yield Line(text="the first that fits on the disk, too:", style="bold")
+        yield from _commands(first, arguments, is_pulled=first.model.name in target.pulled)
 
 
 def _commands(first: Estimate, arguments: argparse.Namespace, *, is_pulled: bool) -> Iterator[Line]:
     """Yield the commands that run a model as it was planned."""
     name = first.model.name
-    options: list[object] = ["--context", arguments.context]
+    options: list[object] = ["--context", first.context_tokens]
     if arguments.memory is not None:
-        options += ["--memory", f"{arguments.memory >> 20}MiB" if arguments.memory % (1 << 30) else f"{arguments.memory >> 30}GiB"]
+        options += ["--memory", shortest_size(arguments.memory)]
     if arguments.mode != "exact":
         options += ["--mode", arguments.mode]
-    yield Line(text="the first of them:", style="bold")
     if not is_pulled:
         yield Line(text=f"  {line_to_paste('pull', name)}")
     yield Line(text=f"  {line_to_paste('chat', name, *options)}")
+
+
+def shortest_size(size_bytes: int) -> str:
+    """Return a size as it is typed, e.g. 8GiB."""
+    for shift, unit in ((30, "GiB"), (20, "MiB")):
+        if size_bytes % (1 << shift) == 0:
+            return f"{size_bytes >> shift}{unit}"
+    return str(size_bytes)
