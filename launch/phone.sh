@@ -3,7 +3,7 @@
 # for this phone, keeps the processor awake and the phone cool.
 #
 #   phone.sh --check                           only check: 0 it can run, 1 something stands in the way; installs nothing
-#   phone.sh [PACKAGE] [options of `up`]       start a run that stays until Ctrl-C; the demo model without PACKAGE
+#   phone.sh [PACKAGE] [options of `up`]       start a run that stays until Ctrl-C; the demo, a self-test, without PACKAGE
 #   phone.sh serve [PACKAGE] [options]         the same with OpenAI's API, at http://127.0.0.1:8080
 #   phone.sh run [PACKAGE] -p TEXT [options]   one text, then the end
 #

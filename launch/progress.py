@@ -102,7 +102,7 @@ class Progress:
     def __init__(
         self,
         what: str,
-        unit: Literal["bytes", "tokens", "requests", "checks", "figures", "graphs", "ms"],
+        unit: Literal["bytes", "tokens", "requests", "checks", "figures", "graphs", "models", "ms"],
         *,
         plain: bool = False,
         steady: bool = False,

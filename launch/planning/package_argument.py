@@ -10,7 +10,8 @@ from pathlib import Path
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.planning.source_package import package_of
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.pull.package_library import FIRST_MODEL, package_path, refuse_unknown
+from neuronpipe.plans.pull.catalog import refuse_unpulled
+from neuronpipe.plans.pull.package_library import package_path, refuse_unknown
 from neuronpipe.plans.pull.source_models import is_source
 
 
@@ -38,7 +39,7 @@ def add_package_argument(
         default=DEMO,
         metavar="PACKAGE|SHAPE" if shapes else "PACKAGE",
         help="package directory, name from `neuronpipe list`, GGUF file or Hugging Face folder (converted once"
-        f"{'; default: the demo model' if has_default else ''}){shapes}{more}",
+        f"{'; default: the demo, which completes Python code' if has_default else ''}){shapes}{more}",
     )
 
 
@@ -50,8 +51,8 @@ def add_packages_argument(parser: argparse.ArgumentParser) -> None:
         type=package_path,
         default=[DEMO],
         metavar="PACKAGE",
-        help="package directory or name from `neuronpipe list` (default: the demo model); with several, each has a run "
-        "only while requests name it",
+        help="package directory or name from `neuronpipe list` (default: the demo, which completes Python code); with "
+        "several, each has a run only while requests name it",
     )
 
 
@@ -73,15 +74,8 @@ def refuse_missing(path: Path) -> None:
     """
     if os.path.exists(path):
         return
+    refuse_unpulled(str(path))
     from neuronpipe.plans.lab.shapes.models import refuse_shape  # slow to import, and only needed for the error
 
     refuse_shape(str(path))
     refuse_unknown(path)
-
-
-def demo_notice() -> str:
-    """Return the notice for users who named no package: that this is the demo, and how to get another model."""
-    return (
-        "no model was named, so this is the demo: 11 million parameters that continue Python code; "
-        f"`neuronpipe pull {FIRST_MODEL}` gets a small chat model (270 MB)"
-    )

@@ -95,7 +95,8 @@ def search_plan(
 
 
 def quick_plan(subject: Subject, options: PlanOptions, limit_bytes: int) -> tuple[Plan, int]:
-    """Return a plan for one sequence on the CPU about as fast as `search_plan` finds, and the smallest limit with a plan.
+    """Return a plan for one sequence on the CPU, and the smallest limit that has one, in a tenth of the time of
+    `search_plan`. `Search.quick` says how good the plan is.
 
     Of the options, the context and the mode count. Raises LimitTooSmall if no plan fits the limit, and UserError if
     nothing fits the options.

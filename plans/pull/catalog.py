@@ -75,16 +75,22 @@ def known_short_name(text: str) -> CatalogModel:
     """Return the model of a short name. Raises UserError, which suggests the nearest names, if there is none."""
     if (model := catalog_model(text)) is not None:
         return model
+    listing = "`neuronpipe models --all` shows all, and a hub has others as ORG/NAME"
     near = nearest_names(text)
-    suggestion = f"did you mean {' or '.join(near)}? `neuronpipe models --all` lists" if near else "the names are in"
-    listing = " all" if near else " `neuronpipe models --all`"
-    raise UserError(f"{quoted(text)}: no model has that short name; {suggestion}{listing}; from a hub, name ORG/NAME")
+    suggestion = f"did you mean {', '.join(near)}? " if near else ""
+    raise UserError(f"{quoted(text)}: no model has this short name; {suggestion}{listing}")
+
+
+def refuse_unpulled(text: str) -> None:
+    """Raise UserError, which says how to get it, if a text is the short name of a model."""
+    if (model := catalog_model(text)) is not None:
+        raise UserError(f"{text}: is not on this disk; `neuronpipe pull {model.name}` downloads it")
 
 
 def nearest_names(text: str) -> list[str]:
     """Return at most MAX_SUGGESTED short names that resemble a text, the most similar first."""
     import difflib  # imported here: only a mistake pays for it
 
-    word = text.casefold()
+    word = text.casefold().replace(":", "-")  # other programs write NAME:SIZE
     beginning = [name for name in catalog() if len(word) > 1 and name.startswith(word)]
     return (beginning or difflib.get_close_matches(word, catalog(), n=MAX_SUGGESTED))[:MAX_SUGGESTED]

@@ -30,8 +30,9 @@ VARIABLE = "NEURONPIPE_DATA"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 MAX_SHOWN = 12
-FIRST_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""A small model to try first: a chat model of 270 MB, under the Apache licence. The gateway's page names it, too."""
+FIRST_MODEL = "qwen3-0.6b"
+"""The smallest model of the catalog that answers simple questions well: 640 MB, under the Apache licence. The gateway's
+page names it, too."""
 
 EXAMPLE = f", e.g. `neuronpipe pull {FIRST_MODEL}`"
 _HUB = re.compile(r"(?:https?:/+[^/]+/|hf\.co/|huggingface\.co/)?(?P<reference>[\w.-]+/[\w.-]+(?::[^:]*)?)", re.ASCII)

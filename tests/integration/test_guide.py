@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "launch/guide").glob("*.md"))]
 GENERATED = {"options.md", "api.md"}
 OURS = ("neuronpipe", "./launch/neuronpipe")
 STAY = ("serve", "watch --invite")
-PULLED = ("SmolLM2-135M-Instruct", "Qwen3-0.6B")
+PULLED = ("qwen3-0.6b",)
 NOT_RUN = {
     "pull ": "needs the hub; tests/unit/test_pull.py pulls from a mirror of it",
     "profile device": "takes most of a minute; tests/integration/test_step_profile.py",

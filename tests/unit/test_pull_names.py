@@ -136,7 +136,7 @@ def test_a_name_that_does_not_exist_is_told_what_there_is(
     [
         (
             "llama3",
-            "get one with `neuronpipe pull ORG/NAME`, e.g. `neuronpipe pull HuggingFaceTB/SmolLM2-135M-Instruct`",
+            "get one with `neuronpipe pull ORG/NAME`, e.g. `neuronpipe pull qwen3-0.6b`",
         ),
         ("llama3:8b", "llama3:8b: no such package directory, and no package has that name; make one with"),
         ("hf.co/Qwen/Qwen3-0.6B", "from a hub it comes with `neuronpipe pull Qwen/Qwen3-0.6B`"),

@@ -1,5 +1,6 @@
-"""`neuronpipe pull ORG/NAME[:FILE.gguf][@REVISION]`: download a model from a hub and convert it to a package.
+"""`neuronpipe pull NAME|ORG/NAME[:FILE.gguf][@REVISION]`: download a model from a hub and convert it to a package.
 
+A name without a slash is one of the catalog, as `neuronpipe models` shows them.
 It states the sizes and asks before a large download. An interrupted pull continues when the command is repeated.
 """
 
@@ -21,6 +22,7 @@ from neuronpipe.launch.verbs.packages.convert import (
     render,
 )
 from neuronpipe.plans.convert import Encoded
+from neuronpipe.plans.pull.catalog import known_short_name
 from neuronpipe.plans.pull.package_library import VARIABLE, checked_name, unfinished_pull
 from neuronpipe.plans.pull.pull import Need, pull
 from neuronpipe.plans.pull.repository import Reference
@@ -32,10 +34,11 @@ ASK_ABOVE_BYTES = 2 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "reference",
-        metavar="ORG/NAME[:FILE.gguf][@REVISION]",
-        help="repository at the hub (HF_ENDPOINT, or huggingface.co), one GGUF file of it, and a branch, tag or commit",
+        metavar="NAME|ORG/NAME[:FILE.gguf][@REVISION]",
+        help="a name that `neuronpipe models` shows; or a repository at the hub (HF_ENDPOINT, or huggingface.co), one "
+        "GGUF file of it, and a branch, tag or commit",
     )
-    parser.add_argument("--name", help="name of the package (default: the repository's or the file's)")
+    parser.add_argument("--name", help="name of the package (default: that name, the repository's or the file's)")
     add_conversion_arguments(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the package that has this name")
     parser.add_argument("--yes", action="store_true", help="do not ask before a large download")
@@ -43,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    reference = Reference.parse(arguments.reference)
-    name = checked_name(arguments.name or reference.name)
+    reference, default_name = _resolved(arguments.reference)
+    name = checked_name(arguments.name or default_name)
     reports: list[Encoded] = []
     with ExitStack() as progress:
         bars = [progress.enter_context(Progress("asking the hub", "bytes", plain=arguments.json, steady=True))]
@@ -87,6 +90,15 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         print(render(package.path, package.manifest, encoded, name))
     return 0
+
+
+def _resolved(text: str) -> tuple[Reference, str]:
+    """Return the reference of a short name or of a reference, and the package's default name. Raises UserError."""
+    if "/" not in text and not text.endswith(".gguf"):
+        model = known_short_name(text)
+        return Reference.parse(model.reference), model.name
+    reference = Reference.parse(text)
+    return reference, reference.name
 
 
 def _command(arguments: argparse.Namespace, name: str) -> list[str]:

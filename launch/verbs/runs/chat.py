@@ -17,6 +17,7 @@ from neuronpipe.launch.arguments.generation_arguments import (
     add_sampling_arguments,
     sampling_options,
 )
+from neuronpipe.launch.catalog.offer import demo_notice, package_or_offer
 from neuronpipe.launch.chat.session import Chat
 from neuronpipe.launch.client import Client, run_ended
 from neuronpipe.launch.formats import as_typed
@@ -24,7 +25,7 @@ from neuronpipe.launch.generation.conversation import Conversation
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.planning.implementations import add_use_argument, implementations
 from neuronpipe.launch.planning.options import PlanOptions
-from neuronpipe.launch.planning.package_argument import add_package_argument, demo_notice, open_package
+from neuronpipe.launch.planning.package_argument import add_package_argument, open_package
 from neuronpipe.launch.planning.plan import package_and_plan
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.reader import Package
@@ -68,8 +69,8 @@ def main(arguments: argparse.Namespace) -> int:
         _notify(f"{run} of {package.manifest.name}; /help lists the commands")
         if not conversation.has_roles:
             _notify("this is a base model: it continues your text and does not answer questions")
-        if not is_joined and arguments.package is DEMO:
-            _notify(demo_notice())
+        if not is_joined and arguments.package is DEMO and package.path == DEMO:
+            _notify(demo_notice(plan_options))
         Chat(client, conversation, options.request(""), _notify).run()
     return 0
 
@@ -94,7 +95,7 @@ def _open_run(
         with Client(live_directory.endpoint(CONTROL), run_ended(live_directory)) as client:
             yield client, package, True
         return
-    package, plan = package_and_plan(path, options, plain=False)
+    package, plan = package_and_plan(package_or_offer(path, options, may_ask=True), options, plain=False)
     with (
         started_run(package, plan, directory, stays=False, uses=implementations(uses, plan)) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,

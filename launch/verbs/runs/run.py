@@ -13,6 +13,7 @@ from pathlib import Path
 from neuronpipe.launch.arguments import generation_arguments as generation
 from neuronpipe.launch.arguments import plan_arguments as planning
 from neuronpipe.launch.arguments.prompt_arguments import add_package_and_text_arguments, join_text
+from neuronpipe.launch.catalog.offer import demo_notice, package_or_offer
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.generation.answer import generate
@@ -21,7 +22,8 @@ from neuronpipe.launch.generation.notices import first_time
 from neuronpipe.launch.generation.prompt import checked_prompt
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.planning.implementations import add_use_argument, implementations
-from neuronpipe.launch.planning.package_argument import demo_notice, refuse_missing
+from neuronpipe.launch.planning.options import PlanOptions
+from neuronpipe.launch.planning.package_argument import refuse_missing
 from neuronpipe.launch.planning.plan import package_and_plan
 from neuronpipe.launch.supervisor.logs import last_line
 from neuronpipe.launch.supervisor.start import started_run
@@ -49,6 +51,8 @@ def main(arguments: argparse.Namespace) -> int:
     _refuse_prompt_as_package(path, arguments.prompt)
     options = generation.generation_options(arguments)
     plan_options = planning.plan_options(arguments)
+    if arguments.package is DEMO:
+        path = package_or_offer(DEMO, plan_options, may_ask=not options.as_json)
     request = options.sampling.request(checked_prompt(options.prompt, path))
     measurements: list[str] = []  # printed last: first comes the answer
     package, plan = package_and_plan(path, plan_options, plain=options.as_json, report=measurements.append)
@@ -67,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
         notices = [
             accelerator_notice,
             None if thresholds is None else f"mode thresholded: {thresholds.loss()}",
-            *_new_notices(package, plan, is_default=arguments.package is DEMO),
+            *_new_notices(package, plan, plan_options if path is DEMO else None),
         ]
         for notice in notices:
             if notice is not None:
@@ -77,10 +81,13 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _new_notices(package: Package, plan: Plan, *, is_default: bool) -> Iterator[str]:
-    """Yield the notices that this user has not seen: about the demo, a slow package, an unmeasured predictor."""
-    if is_default and first_time("demo", "run"):
-        yield demo_notice()
+def _new_notices(package: Package, plan: Plan, demo: PlanOptions | None) -> Iterator[str]:
+    """Yield the notices that this user has not seen: about the demo, a slow package, an unmeasured predictor.
+
+    demo: the plan options of a run of the demo for a user who named no model; None for another run
+    """
+    if demo is not None and first_time("demo", "run"):
+        yield demo_notice(demo)
     notices = {
         "silu": streams_densely(package.manifest.model, plan),
         f"predictor-{plan.compute.mode}": unmeasured_predictor(package.manifest, plan.compute.mode),
@@ -113,7 +120,7 @@ def _refuse_prompt_as_package(path: Path, prompt: str | None) -> None:
     try:
         refuse_missing(path)  # a word without a blank, or a repository, is more likely a package's name
     except UserError as error:
-        if "did you mean" in str(error) or "it is a shape" in str(error):
+        if "did you mean" in str(error) or "it is a shape" in str(error) or "is not on this disk" in str(error):
             raise
         raise UserError(f"{error}; a prompt of one word is given with -p") from None
     text = str(path)

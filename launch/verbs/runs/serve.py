@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import http.client
 import json
 import math
@@ -20,12 +21,13 @@ from pathlib import Path
 
 from neuronpipe.launch.arguments import plan_arguments as planning
 from neuronpipe.launch.arguments.values import parse_time
+from neuronpipe.launch.catalog.offer import demo_notice, package_or_offer
 from neuronpipe.launch.client import STARTING, Client, follow_warm_up, run_ended, run_facts
 from neuronpipe.launch.formats import as_typed, line_to_paste, show_bytes, show_time
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.planning.implementations import add_use_argument, implementations
 from neuronpipe.launch.planning.options import PlanOptions
-from neuronpipe.launch.planning.package_argument import add_packages_argument, demo_notice, open_package
+from neuronpipe.launch.planning.package_argument import add_packages_argument, open_package
 from neuronpipe.launch.planning.plan import package_and_plan
 from neuronpipe.launch.progress import Elapsed, note_output
 from neuronpipe.launch.serving.host import Host
@@ -133,7 +135,8 @@ def main(arguments: argparse.Namespace) -> int:
         elif (live := _find_live(options.run)) is not None:
             _serve_live(options, paths[0], *live)
         else:
-            _serve_one(options, paths[0])
+            path = package_or_offer(paths[0], options.plan, may_ask=not options.as_json)
+            _serve_one(dataclasses.replace(options, is_demo=path is DEMO), path)
     return 0
 
 
@@ -300,7 +303,7 @@ def _print_run(
         return
     lines = [("run", f"{'a live one' if is_joined else 'a new one'}, {path}")]
     if not is_joined and options.is_demo:
-        lines.append(("model", as_typed(demo_notice())))
+        lines.append(("model", as_typed(demo_notice(options.plan))))
     _print_address(listener, str(facts["model"]), lines, line_to_paste("watch", path))
 
 

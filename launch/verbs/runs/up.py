@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 from neuronpipe.launch.arguments import plan_arguments as planning
+from neuronpipe.launch.catalog.offer import demo_notice
 from neuronpipe.launch.client import Client, await_ready, follow_warm_up, run_facts, show_warm_up
 from neuronpipe.launch.formats import as_typed, line_to_paste
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.planning.implementations import add_use_argument, implementations
-from neuronpipe.launch.planning.package_argument import add_package_argument, demo_notice
+from neuronpipe.launch.planning.package_argument import add_package_argument
 from neuronpipe.launch.planning.plan import package_and_plan
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.protocol.links import CONTROL
@@ -53,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
         if warm_up is not None and not warm_up.done:
             print(f"  it is warming up and serves meanwhile: {show_warm_up(warm_up)}; `up --warm` waits for it")
         if arguments.package is DEMO:
-            print(f"  {as_typed(demo_notice())}")
+            print(f"  {as_typed(demo_notice(options))}")
         for purpose, verb in (("ask it", "ask"), ("talk to it", "chat"), ("watch it", "watch"), ("end it", "down")):
             prompt = ("TEXT",) if verb == "ask" else ()
             print(f"  {purpose + ':':<12}{line_to_paste(verb, '--run', directory, *prompt)}", flush=True)

@@ -7,7 +7,6 @@ has for each matrix. Nothing is measured in a new package: it has no shares of f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from neuronpipe.plans.lab.shapes.shape_manifest import with_file_lengths
 from neuronpipe.plans.models.spec import ModelSpec
@@ -78,7 +77,9 @@ def manifest_of_pulled(model: CatalogModel) -> Manifest:
             spec,
             quantization,
             "source",
-            differing={"down": _down_quantization(spec, quantization, encodings, has_predictor=model.predictor_rank > 0)},
+            differing={
+                "down": _down_quantization(spec, quantization, encodings, has_predictor=model.predictor_rank > 0)
+            },
             by_neuron=model.predictor_rank > 0,
         ),
         files={},

@@ -53,8 +53,7 @@ export function introduction(name, chat) {
 // Returns advice for a person who has only the demo. The name is FIRST_MODEL of plans/pull/package_library.py.
 export function advice(name) {
   if (name !== DEMO) return "";
-  return "A small model that answers: neuronpipe pull HuggingFaceTB/SmolLM2-135M-Instruct (270 MB), " +
-    "then neuronpipe serve SmolLM2-135M-Instruct.";
+  return "A small model that answers: neuronpipe pull qwen3-0.6b (640 MB), then neuronpipe serve qwen3-0.6b.";
 }
 
 // Appends the text of an answer to a turn as it arrives, and writes its note. came: called after each piece of text.
