@@ -1,1 +1,1 @@
-"""What the models of the catalog would do on a device: estimates by the planner, their order, and the first offer."""
+"""Estimates of the models of the catalog on a device, their order and table, and the offer of a first model."""

@@ -31,10 +31,10 @@ DEFAULT_CONTEXT_TOKENS = 4096
 
 @frozen(kw_only=True)
 class Estimate:
-    """What the planner expects of a model on a device, or why the model does not run there.
+    """The planner's figures of a model on a device, or the reason why the model does not run there.
 
     active_parameters: number of weights that compute a token
-    context_tokens: of the plan
+    context_tokens: context length of the plan
     package_bytes: size of the package that `pull` makes
     limit_bytes: the memory limit of the estimate
     min_memory_bytes: the smallest limit for which there is a plan; None: not known, as the options exclude the model
@@ -119,7 +119,7 @@ def estimate(
     """Plan a model on a device. The plan is a quick one: a full search may find one that is up to 30 % faster.
 
     device_for: (manifest) -> the device; some descriptions depend on the sizes of a package's reads
-    context_tokens: of the plan; a model with a shorter context is planned with its own
+    context_tokens: context length of the plan; a model with a shorter context is planned with that
     """
     manifest = manifest_of_pulled(model)
     device, spec = device_for(manifest), manifest.model

@@ -1,4 +1,4 @@
-"""Advice for a user who named no model: that the demo runs, and which small model answers. A terminal offers it once."""
+"""Advice for a user who named no model: the demo runs, and a small model answers. A terminal offers that one once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from neuronpipe.plans.pull.package_library import FIRST_MODEL, package_path
 from neuronpipe.protocol.errors import UserError
 
 FIRST_MODEL_MEMORY_BYTES = 2 << 30
-"""A memory limit in which FIRST_MODEL runs on every device, as a test asks the planner. To ask it here would take half a
+"""A memory limit in which FIRST_MODEL runs on every device. A test asks the planner: to ask it here would take half a
 second, and memory that counts in the run."""
 DEMO_IS = "the demo, a self-test of 11 million parameters that completes Python code and answers nothing"
 MAX_NAMED = 3
@@ -29,7 +29,7 @@ def package_or_offer(path: Path, options: PlanOptions, *, may_ask: bool) -> Path
 
     It is offered once to a user who named no model and has none, if it fits the memory.
 
-    may_ask: the command talks to a person; in a script nobody would answer
+    may_ask: whether a person may read the question; in a script nobody would answer
 
     Raises UserError if the download fails.
     """
@@ -64,13 +64,13 @@ def demo_notice(options: PlanOptions) -> str:
     if names := pulled_names():
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         return f"no model was named, so this is {DEMO_IS}; name one of yours: {', '.join(names[:MAX_NAMED])}{more}"
-    others = "`neuronpipe models` shows what this machine can run"
+    listing = "`neuronpipe models` shows what this machine can run"
     if not _fits(options):
-        return f"no model was named, so this is {DEMO_IS}; {others}"
+        return f"no model was named, so this is {DEMO_IS}; {listing}"
     size = show_bytes(catalog()[FIRST_MODEL].download_bytes)
     return (
         f"no model was named, so this is {DEMO_IS}; `neuronpipe pull {FIRST_MODEL}` gets a small model that "
-        f"answers ({size}), and {others}"
+        f"answers ({size}), and {listing}"
     )
 
 

@@ -58,10 +58,10 @@ def table_lines(estimates: Sequence[Estimate], pulled: frozenset[str], *, shows_
 
 def _figures(estimate: Estimate, *, is_pulled: bool) -> str:
     size = "pulled" if is_pulled else show_bytes(estimate.model.download_bytes)
-    least = "" if estimate.min_memory_bytes is None else show_bytes(estimate.min_memory_bytes)
+    min_memory = "" if estimate.min_memory_bytes is None else show_bytes(estimate.min_memory_bytes)
     share = "" if estimate.resident_share is None else f"{estimate.resident_share:.0%}"
     return (
-        f"{estimate.model.name:<{NAME_COLUMNS}}{size:>10}  {least:>10}  {share:>8}  "
+        f"{estimate.model.name:<{NAME_COLUMNS}}{size:>10}  {min_memory:>10}  {share:>8}  "
         f"{_speed(estimate.tokens_per_s):>8}  {_seconds(estimate.first_token_s):>7}"
     )
 

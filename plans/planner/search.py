@@ -110,9 +110,8 @@ class Search:
         faster, but none that is slower. Raises what `within` raises.
         """
         trial = self._try(limit_bytes)
-        rules = trial.rules
-        is_clear = rules is None or (1 + MIN_GAIN) * self.ms(trial.fastest) < self.ms(rules)
-        return trial.fastest if rules is None or is_clear else rules
+        is_clear = trial.rules is None or (1 + MIN_GAIN) * self.ms(trial.fastest) < self.ms(trial.rules)
+        return trial.fastest if trial.rules is None or is_clear else trial.rules
 
     def best(self, limit_bytes: int) -> Candidate:
         """Return what `within` chooses, but make plans of the chosen variant only. Raises what `within` raises."""

@@ -22,6 +22,7 @@ MAX_SUGGESTED = 3
 class CatalogModel:
     """A model that a hub has. The fields are those of catalog.toml, which explains them.
 
+    context_tokens: 0 for that of the model
     config: a document like config.json, without the keys that have the defaults of their class
     """
 
@@ -32,6 +33,7 @@ class CatalogModel:
     download_bytes: int
     file_type: FileType
     licence: str
+    context_tokens: int
     predictor_rank: int
     config: dict[str, object]
 
@@ -48,13 +50,14 @@ class CatalogModel:
         from neuronpipe.plans.models.registry import ARCHITECTURES
         from neuronpipe.plans.strict_json import Record
 
+        choices = Choices(context_tokens=self.context_tokens or None)
         where = f"{FILE}: {self.name}"
         document = Record(dict(self.config), where)
         (name,) = document.items("architectures")
         if name not in ARCHITECTURES:
             raise UserError(f"{where}: {quoted(name)} is of no family that can be read")
         architecture = ARCHITECTURES[name]
-        return architecture.read(architecture.language_part(document), lambda tensor: False, Choices())
+        return architecture.read(architecture.language_part(document), lambda tensor: False, choices)
 
 
 @cache
@@ -62,7 +65,8 @@ def catalog() -> dict[str, CatalogModel]:
     """Return the models by name, the most capable first."""
     entries = tomllib.loads(FILE.read_text(encoding="utf-8"))
     return {
-        name: CatalogModel(name=name, **{"file": None, "predictor_rank": 0} | entry) for name, entry in entries.items()
+        name: CatalogModel(name=name, **{"file": None, "context_tokens": 0, "predictor_rank": 0} | entry)
+        for name, entry in entries.items()
     }
 
 

@@ -11,7 +11,7 @@ from dataclasses import field
 from neuronpipe.plans.convert.chat_template import CONFIG, TEMPLATE
 from neuronpipe.plans.convert.sentencepiece_model import ADDED
 from neuronpipe.plans.gguf_part_names import gguf_models, model_stem, part_of
-from neuronpipe.plans.pull.package_library import EXAMPLE, name_like
+from neuronpipe.plans.pull.package_library import name_like
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
@@ -24,6 +24,7 @@ MAX_FILES = 50_000
 MAX_FILE_BYTES = 1 << 53
 MAX_NAME_CHARACTERS = 1000
 MAX_SHOWN = 6
+EXAMPLE = "`neuronpipe pull HuggingFaceTB/SmolLM2-135M-Instruct`"
 _REFERENCE = re.compile(
     r"(?:https?://[^/\s]+/+|hf\.co/|huggingface\.co/)?(?P<repository>[\w][\w.-]*/[\w][\w.-]*)/?(?::(?P<file>[^:@]+))?(?:@(?P<revision>[^@:]+))?",
     re.ASCII,
@@ -55,7 +56,9 @@ class Reference:
                 "`neuronpipe chat FILE.gguf`, and one at a hub is ORG/NAME:FILE.gguf"
             )
         if match is None:
-            raise UserError(f"{quoted(text)} names no repository; expected ORG/NAME[:FILE.gguf][@REVISION]{EXAMPLE}")
+            raise UserError(
+                f"{quoted(text)} names no repository; expected ORG/NAME[:FILE.gguf][@REVISION], e.g. {EXAMPLE}"
+            )
         file = match["file"]
         if file is not None and not (file.endswith(".gguf") and is_file_of_repository(file)):
             raise UserError(

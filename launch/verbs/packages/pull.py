@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    reference, default_name = _resolved(arguments.reference)
+    reference, default_name = _resolved(arguments)
     name = checked_name(arguments.name or default_name)
     reports: list[Encoded] = []
     with ExitStack() as progress:
@@ -92,10 +92,16 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _resolved(text: str) -> tuple[Reference, str]:
-    """Return the reference of a short name or of a reference, and the package's default name. Raises UserError."""
+def _resolved(arguments: argparse.Namespace) -> tuple[Reference, str]:
+    """Return the reference that was named, also by a short name, and the default name of the package.
+
+    A short name may set --context, too. Raises UserError for an unknown short name, and what names no repository.
+    """
+    text = arguments.reference
     if "/" not in text and not text.endswith(".gguf"):
         model = known_short_name(text)
+        if arguments.context is None and model.context_tokens:
+            arguments.context = model.context_tokens
         return Reference.parse(model.reference), model.name
     reference = Reference.parse(text)
     return reference, reference.name

@@ -14,6 +14,7 @@ from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES, row_bytes
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.segment_sizes import STATE_ELEMENT_BYTES
+from neuronpipe.plans.pull.catalog import catalog_model
 from neuronpipe.plans.pull.package_library import REPOSITORY
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
@@ -170,9 +171,10 @@ def shape_named(text: str) -> str | None:
 def refuse_shape(text: str) -> None:
     """Raise UserError if `text` names a shape."""
     if (name := shape_named(text)) is not None:
+        download = f"; `neuronpipe pull {name}` downloads the model" if catalog_model(name) is not None else ""
         raise UserError(
             f"{text}: no such package; it is a shape, which `neuronpipe plan {name}` and "
-            f"`neuronpipe simulate DEVICE {name}` take without a package"
+            f"`neuronpipe simulate DEVICE {name}` take without a package{download}"
         )
 
 
