@@ -18,8 +18,8 @@ HEADINGS = (
 )
 LEGEND = (
     "at least: the smallest --memory that works; resident: the share of the feed-forward weights that stays within the "
-    f"limit, while flash gives the rest; first token: after a prompt of {PROMPT_TOKENS} tokens. Speeds are cautious: a "
-    "run may find a plan that is up to 30 % faster"
+    f"limit, while flash gives the rest; first token: after a prompt of {PROMPT_TOKENS} tokens. A run searches "
+    "longer, and may find a plan that is up to 30 % faster"
 )
 
 

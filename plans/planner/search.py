@@ -104,10 +104,10 @@ class Search:
         return result if smaller is None else self._keeping(smaller, limit_bytes, result)
 
     def quick(self, limit_bytes: int) -> Candidate:
-        """Return the rules' variant within this limit, or the fastest if it is clearly faster: a tenth of the plans.
+        """Return the rules' variant within this limit, or the fastest if it is clearly faster.
 
-        Variants and plans of smaller limits are not compared, so `within` may choose a plan that is up to MIN_GAIN
-        faster, but none that is slower. Raises what `within` raises.
+        This takes a tenth of the plans: no smaller limit counts, so `within` may choose otherwise. The choice is at
+        most MIN_GAIN slower than the fastest plan of this limit. Raises what `within` raises.
         """
         trial = self._try(limit_bytes)
         is_clear = trial.rules is None or (1 + MIN_GAIN) * self.ms(trial.fastest) < self.ms(trial.rules)

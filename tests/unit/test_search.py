@@ -108,6 +108,26 @@ def test_more_memory_is_never_expected_to_be_slower(name: str, request_of: Reque
     assert one.ms(found[-1]) < one.ms(found[0]) / 2
 
 
+@pytest.mark.parametrize("step", [2, 8, 15, -1])
+def test_a_quick_choice_is_nearly_as_fast_and_takes_far_fewer_plans(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    def counted(*arguments: Any) -> Plan:
+        plans.append(1)
+        return make_plan(*arguments)
+
+    monkeypatch.setattr(searching, "make_plan", counted)
+    fast, whole = search(), search()
+    limit_bytes = search().limits_bytes()[step]
+    plans.clear()
+    quick = fast.quick(limit_bytes)
+    quick_plans = len(plans)
+    chosen = whole.within(limit_bytes).chosen
+    assert fast.ms(quick) <= (1 + MIN_GAIN) * whole.ms(chosen)
+    assert 2 * quick_plans < len(plans)
+    assert quick.plan.memory.total_bytes() <= limit_bytes
+
+
 def test_a_plan_of_less_memory_is_kept_where_more_is_expected_to_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as much memory is made to be slower, as a step of the cost model would."""
     limit = 2 * search().limits_bytes()[0]
