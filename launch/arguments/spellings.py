@@ -63,7 +63,6 @@ FOREIGN_VERBS = {
     "install": "pull",
     "remove": "rm",
     "delete": "rm",
-    "models": "list",
     "version": "--version",
 }
 """Names of verbs in other programs. They are not accepted, but the error suggests the equivalent."""

@@ -11,7 +11,6 @@ from neuronpipe.launch.planning.search import Subject, quick_plan
 from neuronpipe.launch.planning.shapes import no_activity
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.inspect import parameters
-from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.plans.planner.candidates import USUAL
@@ -121,6 +120,8 @@ def estimate(
     device_for: (manifest) -> the device; some descriptions depend on the sizes of a package's reads
     context_tokens: context length of the plan; a model with a shorter context is planned with that
     """
+    from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled  # a run must work without the lab
+
     manifest = manifest_of_pulled(model)
     device, spec = device_for(manifest), manifest.model
     silent_weights = (spec.ffns - spec.active_ffns) * spec.neurons * spec.width * len(spec.ffn_matrices)

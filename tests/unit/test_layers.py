@@ -80,11 +80,11 @@ def test_no_role_imports_a_sibling_role(role: str) -> None:
     ] == []
 
 
-LAB_VERBS = {"plan", "simulate", "synth", "inspect"}
+LAB_VERBS = {"models", "plan", "simulate", "synth", "inspect"}
 
 
 def test_only_launch_imports_the_lab_and_lazily() -> None:
-    """A run must work without plans/lab. Only four verbs are about it; elsewhere in launch a function imports it."""
+    """A run must work without plans/lab. Only five verbs are about it; elsewhere in launch a function imports it."""
     outside_lab = [path for path in files(*LAYERS) if "lab" not in path.relative_to(ROOT).parts]
     users = {str(path.relative_to(ROOT)) for path in outside_lab if imports_lab(imports(path))}
     assert [name for name in users if not name.startswith("launch/")] == []

@@ -80,7 +80,7 @@ def render(listing: dict[str, Any]) -> str:
                 f"{package['activation']:<12}{package['context_tokens']:>8}  {escaped(package['source'])}"
             )
     else:
-        lines.append(f"no packages in {listing['folder']} yet; `neuronpipe pull ORG/NAME` gets one")
+        lines.append(f"no packages in {listing['folder']} yet; `neuronpipe models` shows which there are")
     for pull in listing["unfinished"]:
         name, size = pull["name"], show_bytes(pull["bytes"])
         if pull["under_way"]:
