@@ -179,7 +179,7 @@ def _page(
         yield from wrapped("no model that fits answers at the pace of reading here")
     elif target.is_here:
         yield Line(text="")
-        yield Line(text="the first that fits on the disk, too:", style="bold")
+        yield Line(text="the first of these that fits the disk:", style="bold")
         yield from _commands(first, arguments, is_pulled=first.model.name in target.pulled)
 
 
