@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuronpipe.protocol.messages.request import Calls, Generate
+from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.services.coordinator.text.constrained_answers import Failure
 from neuronpipe.services.coordinator.text.grammar import Grammar, GrammarError, Grammars
 
@@ -46,6 +46,6 @@ class DirectConstraints:
         """As in `Constraints`."""
         return DirectAnswer(self._grammars, ask)
 
-    def marks(self, calls: Calls) -> dict[int, str]:
+    def marks(self, ask: Generate) -> dict[int, str]:
         """As in `Constraints`."""
-        return self._grammars.marks(calls)
+        return self._grammars.marks(ask.calls, ask.shown_tokens)

@@ -13,6 +13,8 @@ MAX_TOKENS = 1 << 24
 MAX_BIAS = 100
 MAX_CALLS = 64
 MAX_STOP_TOKENS = 64
+MAX_THOUGHTS = 8
+MAX_SHOWN_TOKENS = 64
 
 
 @message
@@ -42,6 +44,22 @@ class Function(Message):
 
 
 @message
+class Thought(Message):
+    """Text that may come before everything else in a completion, such as reasoning, in `Calls`.
+
+    before: the string before it
+    after: the string after it
+    """
+
+    before: str
+    after: str
+
+    def __post_init__(self) -> None:
+        if not self.before or not self.after:
+            raise ValueError("before, after: expected texts")
+
+
+@message
 class Calls(Message):
     """The format of function calls in a completion, in `Generate`. Calls consist of `before`, a name, `between` and the
     arguments; for each further call `next`, a name, `between` and the arguments; then `after`, and nothing follows. In
@@ -58,6 +76,14 @@ class Calls(Message):
         completion, and text cannot begin like them
     text: true if there may be text instead of calls, and before them if there is a marker
     most: maximal number of calls
+    thoughts: texts that may come before all that, any number of them in any order
+    in_thought: true if the prompt ends inside of the first of these thoughts
+    opening: the string before text that is no thought
+    parameter_before: empty if arguments are a JSON object. Otherwise they are written one by one, in the order of the
+        schema's properties: this string, a name, `parameter_between`, a value, `parameter_after`. Strings are written
+        as they are and end at the first `parameter_after`, other values are JSON
+    parameter_between: the string between the name and the value of an argument
+    parameter_after: the string after the value of an argument
     """
 
     functions: tuple[Function, ...]
@@ -68,6 +94,12 @@ class Calls(Message):
     marker: str = ""
     text: bool = True
     most: int = 1
+    thoughts: tuple[Thought, ...] = ()
+    in_thought: bool = False
+    opening: str = ""
+    parameter_before: str = ""
+    parameter_between: str = ""
+    parameter_after: str = ""
 
     def __post_init__(self) -> None:
         if not self.functions or not self.before or not self.between:
@@ -76,6 +108,10 @@ class Calls(Message):
             raise ValueError("marker: expected the beginning of before")
         if not 1 <= self.most <= MAX_CALLS or (self.most > 1 and not self.next):
             raise ValueError(f"most: expected 1 to {MAX_CALLS}, and 1 without next")
+        if len(self.thoughts) > MAX_THOUGHTS or (self.in_thought and not self.thoughts):
+            raise ValueError(f"thoughts: expected at most {MAX_THOUGHTS}, and at least one with in_thought")
+        if len({bool(self.parameter_before), bool(self.parameter_between), bool(self.parameter_after)}) > 1:
+            raise ValueError("parameter_before, parameter_between, parameter_after: expected all of them or none")
 
 
 @message
@@ -112,6 +148,7 @@ class Generate(Message):
         slots
     calls: functions that the completion may call; text outside calls follows the grammar, if there is one
     stop_tokens: tokens that end the completion like an end token, at most 64; `ignore_end` does not ban them
+    shown_tokens: names of special tokens that are text of the completion, at most 64; names of other tokens are ignored
     """
 
     request: str
@@ -137,12 +174,15 @@ class Generate(Message):
     owner: str = ""
     calls: Calls | None = None
     stop_tokens: tuple[int, ...] = ()
+    shown_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.tokens is None):
             raise ValueError("prompt, tokens: expected exactly one of the two")
         if len(self.stop_tokens) > MAX_STOP_TOKENS:
             raise ValueError(f"stop_tokens: expected at most {MAX_STOP_TOKENS}")
+        if len(self.shown_tokens) > MAX_SHOWN_TOKENS:
+            raise ValueError(f"shown_tokens: expected at most {MAX_SHOWN_TOKENS}")
 
 
 RANGES = ranges_of(Generate)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from neuronpipe.services.gateway.openai.answer_calls import Call, parse_answer
+from neuronpipe.services.gateway.answers.answer_format import AnswerFormat, Call, parse_answer
 from neuronpipe.services.gateway.templates.call_format import DEFAULT, CallFormat
 from neuronpipe.services.gateway.templates.format_probe import probe_format
 from neuronpipe.services.gateway.templates.sandbox import Template

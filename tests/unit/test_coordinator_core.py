@@ -12,7 +12,7 @@ import pytest
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.outcome import Rating
-from neuronpipe.protocol.messages.request import Calls, Cancel, Generate, Next, Score
+from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.sampling import as_logprobs
 from neuronpipe.services.coordinator.scheduling.admission import MIN_QUEUED, QUEUED_PER_SEQUENCE, Limits
@@ -134,7 +134,7 @@ class SlowConstraints:
         self.answers.append(SlowAnswer())
         return self.answers[-1]
 
-    def marks(self, calls: Calls) -> dict[int, str]:
+    def marks(self, ask: Generate) -> dict[int, str]:
         return {}
 
 

@@ -270,7 +270,7 @@ class Requests:
         )
 
     def _marks(self, ask: Generate) -> dict[int, str]:
-        return {} if ask.calls is None else self._constraints.marks(ask.calls)
+        return self._constraints.marks(ask) if ask.calls is not None or ask.shown_tokens else {}
 
     def prefix_source(self, sequence: Generation, numerics: str) -> Match | None:
         """Return the slot that has more of the prompt, in these numerics, than the sequence has computed; None if there

@@ -23,7 +23,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.memory_budget import vocabulary_bytes
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.client import RefusalCode
-from neuronpipe.protocol.messages.request import Calls, Generate
+from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.services.coordinator.text.grammar import Grammars
 from neuronpipe.services.coordinator.text.grammar_process import (
     COMPLETE,
@@ -83,8 +83,8 @@ class Constraints(Protocol):
         """Start the answer to a request with a grammar or calls. It may be pending."""
         ...
 
-    def marks(self, calls: Calls) -> dict[int, str]:
-        """Return the text of each special token that counts as text in an answer with these calls."""
+    def marks(self, ask: Generate) -> dict[int, str]:
+        """Return the text of each special token that counts as text in the answer to a request."""
         ...
 
 
@@ -153,8 +153,8 @@ class ConstrainedAnswers:
     def pid(self) -> int | None:
         return self._helper.pid
 
-    def marks(self, calls: Calls) -> dict[int, str]:
-        return self._grammars.marks(calls)
+    def marks(self, ask: Generate) -> dict[int, str]:
+        return self._grammars.marks(ask.calls, ask.shown_tokens)
 
     def start(self, ask: Generate) -> ConstrainedAnswer:
         self._numbers += 1

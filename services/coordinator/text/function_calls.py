@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from neuronpipe.protocol.messages.request import Calls, Function
+from neuronpipe.services.coordinator.text.call_parameters import ParameterGrammar
 from neuronpipe.services.coordinator.text.json_schemas import as_followed
 
 MAX_CALLS_BYTES = 256 << 10
@@ -57,7 +58,9 @@ def marks(calls: Calls, special: Mapping[str, int]) -> dict[int, str]:
 
     special: ids of special tokens by their names
     """
-    texts = (calls.before, calls.between, calls.next, calls.after)
+    texts = [calls.before, calls.between, calls.next, calls.after, calls.opening]
+    texts += [calls.parameter_before, calls.parameter_between, calls.parameter_after]
+    texts += [text for thought in calls.thoughts for text in (thought.before, thought.after)]
     return {atom.token: atom.text for text in texts for atom in atoms(text, special) if atom.token is not None}
 
 
@@ -73,63 +76,104 @@ def as_lark(calls: Calls, answer: str | None, special: Mapping[str, int]) -> str
     special: ids of special tokens by their names
     """
     require_short_calls(calls)
-
-    def lark(text: str) -> str:
-        return " ".join(atom.lark for atom in atoms(text, special))
-
-    # A name and the text after it are one terminal, since a name may be a prefix of another.
-    first, *following = atoms(calls.between, special)
-    fused, tail = (
-        ("", [first, *following]) if first.token is not None or first.text[0] == WILD else (first.text, following)
-    )
-    before_arguments = " ".join(atom.lark for atom in tail)
-    functions = [
-        f"{_quoted(function.name + fused)} {before_arguments} %json {json.dumps(schema_of(function))}"
-        for function in calls.functions
-    ]
-    more = f"({lark(calls.next)} call){{0,{calls.most - 1}}}" if calls.most > 1 else ""
-    rules = {
-        "start": " | ".join(["calls", *_alternatives(calls, answer, special)]),
-        "calls": f"{_beginning(calls, answer, special)} call {more} {lark(calls.after)}",
-        "call": " | ".join(f"f{number}" for number in range(len(functions))),
-        **{f"f{number}": rule for number, rule in enumerate(functions)},
-    }
-    text = "".join(f"{name}: {rule}\n" for name, rule in rules.items())
-    return f"%llguidance {{}}\n{text}{''.join(_texts(calls, answer, special))}"
+    return "%llguidance {}\n" + "".join(_CallGrammar(calls, answer, special).lines())
 
 
-def _alternatives(calls: Calls, answer: str | None, special: Mapping[str, int]) -> Iterator[str]:
-    if not calls.text:
-        return
-    if answer is not None:
-        yield f"%json {answer}"
-    else:
-        yield "TEXT" if calls.marker else "OTHER?"
+class _CallGrammar:
+    """The lines of the grammar of one request. Arguments as in `as_lark`."""
 
+    def __init__(self, calls: Calls, answer: str | None, special: Mapping[str, int]) -> None:
+        self._calls, self._answer, self._special = calls, answer, special
 
-def _beginning(calls: Calls, answer: str | None, special: Mapping[str, int]) -> str:
-    """Return what precedes the first name: the text around calls, and free text before the marker."""
-    first, *tail = atoms(calls.before, special)
-    if not (calls.text and calls.marker and answer is None):
-        return " ".join(atom.lark for atom in (first, *tail))
-    if first.token is not None:
-        return " ".join(["TEXT?", *(atom.lark for atom in (first, *tail))])
-    unmarked = first.text.removeprefix(calls.marker) if first.text.startswith(calls.marker) else ""
-    return " ".join(["marked", *([_quoted(unmarked)] if unmarked else []), *(atom.lark for atom in tail)])
+    def lines(self) -> Iterator[str]:
+        calls, functions = self._calls, range(len(self._calls.functions))
+        more = f"({self._lark(calls.next)} call){{0,{calls.most - 1}}}" if calls.most > 1 else ""
+        body = " | ".join(["calls", *self._alternatives()])
+        thoughts = " | ".join(f"thought{number}" for number in range(len(calls.thoughts)))
+        yield f"start: {body}\n" if not thoughts else f"start: {'rest0 ' * calls.in_thought}({thoughts})* body\n"
+        if thoughts:
+            yield f"body: {body}\n"
+        yield f"calls: {self._beginning()} call {more} {self._lark(calls.after)}\n"
+        yield f"call: {' | '.join(f'f{number}' for number in functions)}\n"
+        for number, function in enumerate(calls.functions):
+            yield from self._function(number, function)
+        for number, thought in enumerate(calls.thoughts):
+            yield f"thought{number}: {self._lark(thought.before)} rest{number}\n"
+            yield from self._until(f"rest{number}", thought.after)
+        yield from self._texts()
 
+    def _lark(self, text: str) -> str:
+        return " ".join(atom.lark for atom in atoms(text, self._special))
 
-def _texts(calls: Calls, answer: str | None, special: Mapping[str, int]) -> Iterator[str]:
-    if not calls.text or answer is not None:
-        return
-    if not calls.marker:
-        begun = re.escape(calls.before[0]).replace("/", r"\/")
-        yield f"OTHER: /[^{begun}]{ANYTHING}/\n"
-        return
-    yield f"TEXT: /{ANYTHING}/\n"
-    first = atoms(calls.before, special)[0]
-    if first.token is None:
-        marker = calls.marker if first.text.startswith(calls.marker) else first.text
-        yield f"marked[lazy]: TEXT {_quoted(marker)}\n"
+    def _function(self, number: int, function: Function) -> Iterator[str]:
+        # A name and the text after it are one terminal, since a name may be a prefix of another.
+        first, *tail = atoms(self._calls.between, self._special)
+        name = function.name
+        if first.token is None and first.text[0] != WILD:
+            name += first.text
+        else:
+            tail = [first, *tail]
+        begin = " ".join([_quoted(name), *(atom.lark for atom in tail)])
+        schema = schema_of(function)
+        if not self._calls.parameter_before:
+            yield f"f{number}: {begin} %json {json.dumps(schema)}\n"
+            return
+        parameters = ParameterGrammar(self._calls, schema, f"f{number}", self._lark, self._until)
+        if function.strict and (keyword := parameters.unenforced()) is not None:
+            raise CallsError(f"the arguments of {name!r}: {keyword} of a string cannot be followed in this call format")
+        yield f"f{number}: {begin} {parameters.expression()}\n"
+        yield from parameters.rules()
+
+    def _alternatives(self) -> Iterator[str]:
+        if not self._calls.text:
+            return
+        opening = self._lark(self._calls.opening)
+        if self._answer is not None:
+            yield f"{opening} %json {self._answer}"
+        else:
+            yield f"{opening} TEXT" if opening or self._calls.marker else "OTHER?"
+
+    def _beginning(self) -> str:
+        """Return what precedes the first name: the text around calls, and free text before the marker."""
+        first, *tail = atoms(self._calls.before, self._special)
+        if not (self._calls.text and self._calls.marker and self._answer is None):
+            return " ".join(atom.lark for atom in (first, *tail))
+        if first.token is not None:
+            return " ".join(["TEXT?", *(atom.lark for atom in (first, *tail))])
+        marker = self._calls.marker
+        unmarked = first.text.removeprefix(marker) if first.text.startswith(marker) else ""
+        return " ".join(["marked", *([_quoted(unmarked)] if unmarked else []), *(atom.lark for atom in tail)])
+
+    def _texts(self) -> Iterator[str]:
+        calls = self._calls
+        if not calls.text or self._answer is not None:
+            return
+        if not calls.marker and not calls.opening:
+            begun = re.escape(calls.before[0]).replace("/", r"\/")
+            yield f"OTHER: /[^{begun}]{ANYTHING}/\n"
+            return
+        yield f"TEXT: /{ANYTHING}/{''.join(self._no_thoughts())}\n"
+        first = atoms(calls.before, self._special)[0]
+        if first.token is None and calls.marker:
+            marker = calls.marker if first.text.startswith(calls.marker) else first.text
+            yield f"marked[lazy]: TEXT {_quoted(marker)}\n"
+
+    def _no_thoughts(self) -> Iterator[str]:
+        """Yield what keeps text from beginning like a thought, which the lexer would take for text otherwise."""
+        for thought in self._calls.thoughts:
+            first = atoms(thought.before, self._special)[0]
+            if first.token is None:
+                yield f" & ~(/{re.escape(first.text).replace('/', chr(92) + '/')}{ANYTHING}/)"
+
+    def _until(self, rule: str, text: str) -> Iterator[str]:
+        """Yield a rule of any text up to and including the first occurrence of another text."""
+        first, *tail = atoms(text, self._special)
+        following = " ".join(atom.lark for atom in tail)
+        if first.token is not None:
+            yield f"{rule}: /{ANYTHING}/? {first.lark} {following}\n"
+        else:
+            yield f"{rule}: {rule}x {following}\n"
+            yield f"{rule}x[lazy]: /{ANYTHING}/ {_quoted(first.text)}\n"
 
 
 def schema_of(function: Function) -> dict[str, Any]:

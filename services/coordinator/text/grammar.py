@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from neuronpipe.protocol.messages.request import Calls, GrammarSyntax
@@ -69,8 +69,10 @@ class Grammars:
             raise GrammarError("an answer that may call functions follows a JSON schema, or nothing")
         return _Matcher(self._compiled_calls(calls, grammar).deep_copy())
 
-    def marks(self, calls: Calls) -> dict[int, str]:
-        return marks(calls, self._special)
+    def marks(self, calls: Calls | None, shown_tokens: Sequence[str] = ()) -> dict[int, str]:
+        """Return the text of each special token that counts as text in an answer. Arguments are fields of `Generate`."""
+        shown = {self._special[name]: name for name in shown_tokens if name in self._special}
+        return shown if calls is None else shown | marks(calls, self._special)
 
     def spelled(self, text: bytes) -> list[int]:
         """Return the tokens of a text that is the only one a grammar allows. Raises GrammarError."""

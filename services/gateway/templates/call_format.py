@@ -28,6 +28,8 @@ Message = dict[str, Any]
 class CallFormat:
     """The text around the names and arguments of calls, as in the message `Calls`, and how a template takes calls.
 
+    parameter_before, parameter_between, parameter_after: the text before, between and after the name and the value of
+        an argument, if arguments are written one by one; empty if they are a JSON object
     by_template: True if the template writes tools, calls and results; otherwise they are written as text
     objects: True if the template takes arguments as objects; otherwise as JSON strings
     empty: the content that the template takes for a message that consists of calls
@@ -43,6 +45,9 @@ class CallFormat:
     objects: bool = True
     empty: str | None = ""
     own_ids: bool = False
+    parameter_before: str = ""
+    parameter_between: str = ""
+    parameter_after: str = ""
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return calls as text.
@@ -52,7 +57,7 @@ class CallFormat:
         texts = [f"{name}{self.between}{arguments}" for name, arguments in calls]
         return f"{self.before}{self.next.join(texts)}{self.after}"
 
-    def message(self, content: str, calls: Sequence[tuple[str, str, str]]) -> Message:
+    def message(self, content: str, calls: Sequence[tuple[str, str, str]], reasoning: str = "") -> Message:
         """Return a message of the assistant in the form that the template takes.
 
         calls: ids, names and arguments
@@ -60,6 +65,7 @@ class CallFormat:
         return {
             "role": "assistant",
             "content": content or self.empty,
+            **reasoning_fields(reasoning),
             "tool_calls": [
                 {
                     "id": self.id_of(id_),
@@ -105,6 +111,11 @@ def instruction(descriptions: Sequence[dict[str, Any]], form: CallFormat) -> str
         f"{several}What is returned comes in the next message, "
         "between <tool_response> and </tool_response>. If you need no function, answer as usual."
     )
+
+
+def reasoning_fields(reasoning: str) -> Message:
+    """Return the fields of a message in which templates look for reasoning; none if it is empty."""
+    return dict.fromkeys(("reasoning_content", "thinking"), reasoning) if reasoning else {}
 
 
 def _object(arguments: str) -> Any:

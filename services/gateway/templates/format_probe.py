@@ -2,7 +2,7 @@
 
 A template that supports tools is given a conversation in which a function with an unusual name was called with unusual
 arguments. The text around these two in the output is the format. This needs no list of models, and it asks of a model
-what it was trained on. Templates also differ in what they accept: arguments as an object or as a string, and null or an
+what it was trained on. Only formats whose messages have headers are known by name (answers/thinking_format.py). Templates also differ in what they accept: arguments as an object or as a string, and null or an
 empty string as the content of a message that consists of calls. The first combination that works is used.
 """
 
@@ -11,9 +11,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from neuronpipe.services.gateway.answers.thinking_format import thinking_format
 from neuronpipe.services.gateway.templates.call_format import DEFAULT, NAME_CHARACTERS, WILD, CallFormat, Message
+from neuronpipe.services.gateway.templates.parameter_probe import ARGUMENTS as PARAMETERS
+from neuronpipe.services.gateway.templates.parameter_probe import ParameterText
 from neuronpipe.services.gateway.templates.sandbox import Template
 from neuronpipe.services.gateway.templates.template_jobs import Refused, TemplateError
 
@@ -74,56 +78,106 @@ def _format_from(template: Template, input_form: CallFormat) -> CallFormat | Non
 
     Raises Refused or TemplateError if it does not accept a single call in this form.
     """
-    text_output = _rendered(template, [{"role": "assistant", "content": _TEXT}])
-    one_call = _rendered(template, [_calling(input_form, 1)])
-    two_calls, three_calls = (_rendered_if_taken(template, _calling(input_form, count)) for count in (2, 3))
-    end = text_output.partition(_TEXT)[2]
-    if _END.fullmatch(end) and (call_end := _END.search(one_call)):
-        end = call_end[0]  # calls may end with another end token than text
-    if _TEXT not in text_output or not one_call.endswith(end):
-        return None
-    begin = next(
-        (at for at, (a, b) in enumerate(zip(text_output, one_call, strict=False)) if a != b),
-        min(len(text_output), len(one_call)),
-    )
+    thinking = thinking_format(template.source)
+    if thinking is not None and thinking.calls is not None:
+        text = _rendered(template, [_calling(input_form, 1)])
+        known = dataclasses.replace(thinking.calls, objects=input_form.objects, empty=input_form.empty)
+        return known if _NAMES[0] in text else None
+    return _json_format(template, input_form) or _parameter_format(template, input_form)
 
-    def body(text: str) -> str:
-        return text[begin : len(text) - len(end)]
 
-    name_at, arguments = one_call.find(_NAMES[0], begin), _WRITTEN.search(one_call, begin)
+def _json_format(template: Template, input_form: CallFormat) -> CallFormat | None:
+    """Return the format of calls whose arguments are a JSON object; None if they are not."""
+    calls = _CallTexts(template, input_form, _ARGUMENTS)
+    arguments = _WRITTEN.search(calls.one)
+    name_at = calls.one.find(_NAMES[0])
     if name_at < 0 or arguments is None or arguments.start() < name_at:
         return None
-    before, between = one_call[begin:name_at].lstrip(), one_call[name_at + len(_NAMES[0]) : arguments.start()]
-    after = body(one_call)[arguments.end() - begin :]
-    if not before or not between or NAME_CHARACTERS.match(between).end() or "{" in between:  # type: ignore[union-attr]
+    form = calls.form(calls.one[name_at + len(_NAMES[0]) : arguments.start()], calls.one[arguments.end() :])
+    if form is None or "{" in form.between:
         return None
-    written = arguments[0]
-    next_ = ""
-    if two_calls.endswith(end) and two_calls.startswith(one_call[: arguments.end()]) and _NAMES[1] in two_calls:
-        next_ = two_calls[arguments.end() : two_calls.index(_NAMES[1])]
-    texts = [_without_ids(text) for text in (before, between, next_, after)]
-    tag = _TAG.match(before)
-    marker = tag[0] if tag else "" if before[0] in "{[" else before
-    if 0 < len(marker) < MIN_MARKER_CHARACTERS:
+    form = dataclasses.replace(form, next=calls.next(arguments.end()))
+    return calls.checked(form, lambda form, count: form.written([(name, arguments[0]) for name in _NAMES[:count]]))
+
+
+def _parameter_format(template: Template, input_form: CallFormat) -> CallFormat | None:
+    """Return the format of calls whose arguments are written one by one; None if they are not."""
+    calls = _CallTexts(template, input_form, PARAMETERS)
+    name_at = calls.one.find(_NAMES[0])
+    found = None if name_at < 0 else ParameterText.of(calls.one[name_at + len(_NAMES[0]) :])
+    form = None if found is None else calls.form(found.between, found.after)
+    if found is None or form is None:
         return None
-    call_format = dataclasses.replace(
-        input_form,
-        before=texts[0],
-        between=texts[1],
-        next=texts[2],
-        after=texts[3],
-        marker=marker,
-        own_ids=_IDS[0] in one_call,
+    form = dataclasses.replace(
+        form,
+        next=calls.next(len(calls.one) - len(found.after)),
+        parameter_before=found.parameter_before,
+        parameter_between=found.parameter_between,
+        parameter_after=found.parameter_after,
     )
-    for count, text in ((2, two_calls), (3, three_calls)):
-        as_expected = call_format.written([(name, written) for name in _NAMES[:count]])
-        if _without_ids(body(text)).lstrip() != as_expected:
-            call_format = dataclasses.replace(call_format, next="")
-    return call_format if _without_ids(body(one_call)).lstrip() == call_format.written([(_NAMES[0], written)]) else None
+    written = found.written()
+    return calls.checked(form, lambda form, count: form.written([(name, written) for name in _NAMES[:count]]))
 
 
-def _calling(input_form: CallFormat, count: int) -> Message:
-    calls = list(zip(_IDS[:count], _NAMES[:count], [json.dumps(_ARGUMENTS)] * count, strict=True))
+class _CallTexts:
+    """What a template writes for messages of one, two and three calls, without the text around messages.
+
+    one: the text of a single call; empty if it cannot be found in the output
+    """
+
+    def __init__(self, template: Template, input_form: CallFormat, arguments: dict[str, Any]) -> None:
+        self._input_form = input_form
+        text_output = _rendered(template, [{"role": "assistant", "content": _TEXT}])
+        one_call = _rendered(template, [_calling(input_form, 1, arguments)])
+        several = (_rendered_if_taken(template, _calling(input_form, count, arguments)) for count in (2, 3))
+        end = text_output.partition(_TEXT)[2]
+        if _END.fullmatch(end) and (call_end := _END.search(one_call)):
+            end = call_end[0]  # calls may end with another end token than text
+        begin = next(
+            (at for at, (a, b) in enumerate(zip(text_output, one_call, strict=False)) if a != b),
+            min(len(text_output), len(one_call)),
+        )
+        known = _TEXT in text_output and one_call.endswith(end)
+        self.one = one_call[begin : len(one_call) - len(end)] if known else ""
+        self._several = [text[begin : len(text) - len(end)] if text.endswith(end) else "" for text in several]
+
+    def form(self, between: str, after: str) -> CallFormat | None:
+        """Return the format with this text after a name and after the arguments; None if it is no format."""
+        before = self.one[: self.one.index(_NAMES[0])].lstrip()
+        if not before or not between or NAME_CHARACTERS.match(between).end():  # type: ignore[union-attr]
+            return None
+        tag = _TAG.match(before)
+        marker = tag[0] if tag else "" if before[0] in "{[" else before
+        if 0 < len(marker) < MIN_MARKER_CHARACTERS:
+            return None
+        texts = {"before": before, "between": between, "after": after}
+        texts = {name: _without_ids(text) for name, text in texts.items()}
+        return dataclasses.replace(self._input_form, **texts, marker=marker, own_ids=_IDS[0] in self.one)
+
+    def next(self, arguments_end: int) -> str:
+        """Return the text between the arguments of a call and the next name; empty if there is no second call.
+
+        arguments_end: where the arguments of a single call end
+        """
+        two = self._several[0]
+        if not two.startswith(self.one[:arguments_end]) or _NAMES[1] not in two:
+            return ""
+        return _without_ids(two[arguments_end : two.index(_NAMES[1])])
+
+    def checked(self, form: CallFormat, written: Callable[[CallFormat, int], str]) -> CallFormat | None:
+        """Return the format if it writes what the template writes, for one call only if it does not for several.
+
+        written: returns a number of calls as the format writes them
+        """
+        for count, text in zip((2, 3), self._several, strict=True):
+            if _without_ids(text).lstrip() != written(form, count):
+                form = dataclasses.replace(form, next="")
+        return form if _without_ids(self.one).lstrip() == written(form, 1) else None
+
+
+def _calling(input_form: CallFormat, count: int, arguments: dict[str, Any] | None = None) -> Message:
+    written = json.dumps(_ARGUMENTS if arguments is None else arguments)
+    calls = list(zip(_IDS[:count], _NAMES[:count], [written] * count, strict=True))
     return input_form.message("", calls)
 
 

@@ -6,7 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from neuronpipe.services.gateway.templates.call_format import DEFAULT, RESULT, CallFormat, Message, instruction
+from neuronpipe.services.gateway.templates.call_format import (
+    DEFAULT,
+    RESULT,
+    CallFormat,
+    Message,
+    instruction,
+    reasoning_fields,
+)
 
 Tools = Sequence[dict[str, Any]]
 """Functions that an answer may call, as in OpenAI's API."""
@@ -16,6 +23,7 @@ class ChatTurn(NamedTuple):
     """A message of a request.
 
     calls: ids, names and arguments of its function calls
+    reasoning: what the assistant thought before it
     """
 
     role: str
@@ -23,6 +31,7 @@ class ChatTurn(NamedTuple):
     name: str | None = None
     tool_call_id: str | None = None
     calls: Sequence[tuple[str, str, str]] = ()
+    reasoning: str = ""
 
 
 def as_messages(turns: Sequence[ChatTurn], form: CallFormat) -> list[Message]:
@@ -69,8 +78,9 @@ def _as_message(turn: ChatTurn, form: CallFormat, names: Mapping[str, str]) -> M
     names: names of called functions, by the ids of their calls
     """
     if turn.calls:
-        return form.message(turn.text, turn.calls)
+        return form.message(turn.text, turn.calls, turn.reasoning)
     message: Message = {"role": "system" if turn.role == "developer" else turn.role, "content": turn.text}
+    message |= reasoning_fields(turn.reasoning)
     if turn.name is not None:
         message["name"] = turn.name
     if turn.role == "tool" and turn.tool_call_id is not None:

@@ -43,6 +43,7 @@ class Template:
         )
         environment.filters["tojson"] = tojson
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        self.source = source.text
         self._tokens = {"bos_token": source.begin, "eos_token": source.end}
         self._settings: Mapping[str, Any] = {}
         self._begins_answer = True

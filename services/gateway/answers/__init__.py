@@ -1,0 +1,1 @@
+"""Parsing of completions: reasoning, text and function calls, without sockets and clock."""

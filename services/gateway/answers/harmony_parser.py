@@ -1,0 +1,118 @@
+"""Completions of gpt-oss in OpenAI's harmony format: a sequence of messages, each with a header and a channel.
+
+    <|channel|>analysis<|message|>...<|end|>                                 reasoning
+    <|start|>assistant<|channel|>commentary<|message|>...<|end|>             text before a call
+    <|start|>assistant<|channel|>final<|message|>...<|return|>               the answer
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+
+The prompt ends with the first `<|start|>assistant`, and the last token is an end token that is no text. The recipient
+may also stand before the channel. See the format's description, https://cookbook.openai.com/articles/openai-harmony.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from neuronpipe.services.gateway.answers.json_scan import JsonScan
+from neuronpipe.services.gateway.answers.parts import Arguments, CallStart, Content, Part, Reasoning, held_back
+from neuronpipe.services.gateway.answers.thinking_format import Begin
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>")
+FUNCTIONS = "functions."
+MAX_HEADER_CHARACTERS = 1024
+
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class HarmonyParser:
+    """A parser of one completion.
+
+    calls: True if functions may be called; otherwise a call counts as reasoning
+    """
+
+    def __init__(self, begins: Begin, *, calls: bool) -> None:
+        self._may_call = calls
+        self._buffer = ""
+        self._first = True  # no message has begun yet
+        self._count = 0
+        self._arguments: JsonScan | None = None
+        self._state: Callable[[], Iterator[Part]] = self._header if begins == "start" else self._body
+        self.thinking = begins == "reasoning"
+
+    @property
+    def complete(self) -> bool:
+        return self._arguments is not None and self._arguments.complete
+
+    def push(self, text: str) -> Iterator[Part]:
+        self._buffer += text
+        while self._buffer:
+            before = self._buffer, self._state
+            yield from self._state()
+            if (self._buffer, self._state) == before:
+                return
+
+    def finish(self) -> Iterator[Part]:
+        """Yield the text of a message that was held back. A header that is not complete is dropped."""
+        if self._state == self._body:
+            yield from self._part(self._buffer)
+        self._buffer = ""
+
+    # ---- states: each parses the beginning of the buffer and sets the next state ----------------------------
+    def _header(self) -> Iterator[Part]:
+        if self._first and not self._is_header():
+            self._state = self._body  # a model that does not keep to the format: all of it is text
+        elif (at := self._buffer.find(MESSAGE)) >= 0:
+            header, self._buffer = self._buffer[:at], self._buffer[at + len(MESSAGE) :]
+            yield from self._begin(header)
+            self._state = self._body
+        elif len(self._buffer) > MAX_HEADER_CHARACTERS:
+            self._buffer, self._state = "", self._body
+        self._first = self._first and self._state == self._header
+
+    def _is_header(self) -> bool:
+        text = self._buffer.lstrip()
+        return any(text.startswith(mark[: len(text)]) for mark in (CHANNEL, START, MESSAGE, "to=", "assistant"))
+
+    def _begin(self, header: str) -> Iterator[Part]:
+        """Begin the message after a header."""
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        name = recipient[1] if recipient is not None else ""
+        self._arguments = None
+        self.thinking = bool(name) or (channel is not None and channel[1] == "analysis")
+        if self._may_call and name.startswith(FUNCTIONS):
+            yield CallStart(self._count, name.removeprefix(FUNCTIONS))
+            self._count, self._arguments, self.thinking = self._count + 1, JsonScan(), False
+
+    def _body(self) -> Iterator[Part]:
+        marks = (*ENDS, START, CHANNEL)
+        found = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
+        end = min(found)[0] if found else len(self._buffer) - held_back(self._buffer, *marks)
+        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        yield from self._part(text)
+        if found:
+            self.thinking, self._state = False, self._between
+
+    def _part(self, text: str) -> Iterator[Part]:
+        if self._arguments is not None:
+            was_complete = self._arguments.complete
+            text = "" if was_complete else text[: self._arguments.push(text)]
+            if text:
+                yield Arguments(self._count - 1, text)
+        elif text:
+            yield Reasoning(text) if self.thinking else Content(text)
+
+    def _between(self) -> Iterator[Part]:
+        """Skip the end of a message, up to the next header."""
+        marks = (START, CHANNEL)
+        found = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
+        if not found:
+            kept = held_back(self._buffer, *marks)
+            self._buffer = self._buffer[len(self._buffer) - kept :]
+            return
+        at, mark = min(found)
+        self._buffer = self._buffer[at + (len(START) if mark == START else 0) :]
+        self._state = self._header
+        yield from ()

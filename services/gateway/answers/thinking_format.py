@@ -1,0 +1,104 @@
+"""How models think before they answer: one table, and recognition by the tags in a chat template.
+
+A format consists of the strings around reasoning. They also write a prompt that ends inside of an answer: to continue
+one, or to have no reasoning in it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from neuronpipe.protocol.frozen import frozen
+from neuronpipe.services.gateway.templates.call_format import CallFormat
+
+Begin = Literal["start", "reasoning", "content"]
+"""Where a completion begins: before everything, or because of its prompt inside of reasoning or of the answer."""
+
+
+@frozen(kw_only=True)
+class ThinkingFormat:
+    """The strings around the reasoning of a model.
+
+    open, close: the strings before and after the reasoning; the names of special tokens stand for these tokens
+    answer: the string before the text of the answer
+    prefaces: strings before other messages that precede the answer and end like reasoning; they are shown as text
+    tokens: names of the tokens that structure a completion; those that are special must be part of its text
+    template_has: strings by which a chat template is recognized
+    calls: the call format of all these models; None if the chat template decides
+    messages: True if the completion is a sequence of messages with headers, as in OpenAI's harmony
+    """
+
+    open: str
+    close: str
+    answer: str = ""
+    prefaces: tuple[str, ...] = ()
+    tokens: tuple[str, ...]
+    template_has: tuple[str, ...]
+    calls: CallFormat | None = None
+    messages: bool = False
+
+    @property
+    def open_tag(self) -> str:
+        return self.open.strip()
+
+    @property
+    def close_tag(self) -> str:
+        return self.close.strip()
+
+    def is_open(self, prompt: str) -> bool:
+        """Return True if a prompt ends inside of reasoning, because the template has written the opening tag."""
+        return not self.messages and prompt.rstrip().endswith(self.open_tag)
+
+    def continued(self, reasoning: str, content: str, *, is_open: bool) -> tuple[str, Begin]:
+        """Return what follows a prompt that ends inside of an answer, and where the completion then begins.
+
+        content: the text of the answer so far
+        is_open: True if the prompt ends inside of reasoning
+        """
+        if not reasoning:
+            return (self.close if is_open else "") + self.answer + content, "content"
+        thought = ("" if is_open else self.open) + reasoning
+        return (thought + self.close + self.answer + content, "content") if content else (thought, "reasoning")
+
+
+def _tags(name: str, before: str = "<{}>", after: str = "</{}>") -> ThinkingFormat:
+    tags = before.format(name), after.format(name)
+    return ThinkingFormat(open=f"{tags[0]}\n", close=f"\n{tags[1]}\n\n", tokens=tags, template_has=tags)
+
+
+HARMONY = ThinkingFormat(
+    open="<|channel|>analysis<|message|>",
+    close="<|end|><|start|>assistant",
+    answer="<|channel|>final<|message|>",
+    prefaces=("<|channel|>commentary<|message|>",),
+    tokens=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    template_has=("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    # The template writes the recipient before the channel, while the model mostly writes it after.
+    calls=CallFormat(
+        before="<|channel|>commentary to=functions.",
+        between=" <|constrain|>json<|message|>",
+        next="",
+        after="",
+        marker="",
+        by_template=True,
+    ),
+    messages=True,
+)
+
+THINKING_FORMATS = (
+    HARMONY,  # gpt-oss
+    _tags("think"),  # Qwen3, DeepSeek-R1, GLM-4.5, SmolLM3, Nemotron, Kimi K2, MiniMax M2
+    _tags("seed:think"),  # Seed-OSS
+    _tags("THINK", "[{}]", "[/{}]"),  # Magistral
+)
+
+
+def thinking_format(template: str) -> ThinkingFormat | None:
+    """Return the format of the models that a chat template is for; None if they do not think.
+
+    template: the source of the chat template
+    """
+    for form in THINKING_FORMATS:
+        if all(mark in template for mark in form.template_has):
+            return form
+    return None
