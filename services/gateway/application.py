@@ -23,7 +23,7 @@ from neuronpipe.services.gateway.http.memory_account import MemoryAccount, charg
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.gateway.http.request_body import read_body
 from neuronpipe.services.gateway.llamacpp.llamacpp_api import LlamaCppApi
-from neuronpipe.services.gateway.openai.answer_calls import ToolCallEncoder
+from neuronpipe.services.gateway.openai.chat_encoding import ChatEncoder
 from neuronpipe.services.gateway.openai.echo import EchoEncoder, EchoResponse
 from neuronpipe.services.gateway.openai.infill import InfillResponse
 from neuronpipe.services.gateway.openai.request_schema import (
@@ -32,7 +32,7 @@ from neuronpipe.services.gateway.openai.request_schema import (
     CompletionRequest,
     GenerationRequest,
 )
-from neuronpipe.services.gateway.openai.response_encoding import ChatEncoder, CompletionEncoder, ResponseEncoder
+from neuronpipe.services.gateway.openai.response_encoding import CompletionEncoder, ResponseEncoder
 from neuronpipe.services.gateway.openai.response_sending import GenerationResponse
 from neuronpipe.services.gateway.openai.responses_api import ResponsesRequest
 from neuronpipe.services.gateway.openai.responses_encoding import ResponsesEncoder
@@ -102,35 +102,34 @@ class Gateway:
     # ---- OpenAI's API ----------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> GenerationResponse:
         body = await read_body(request, ChatRequest)
-        return await self._conversation(request, body, ChatEncoder, ToolCallEncoder)
+        return await self._conversation(request, body, ChatEncoder)
 
     async def responses(self, request: Request) -> GenerationResponse:
         body = await read_body(request, ResponsesRequest)
         encoder = functools.partial(ResponsesEncoder, body.echoed())
-        return await self._conversation(request, body.as_chat(), encoder, encoder)
+        return await self._conversation(request, body.as_chat(), encoder)
 
     async def _conversation(
-        self,
-        request: Request,
-        body: ChatRequest,
-        encoder: Callable[..., ResponseEncoder],
-        call_encoder: Callable[..., ResponseEncoder],
+        self, request: Request, body: ChatRequest, encoder: Callable[..., ResponseEncoder]
     ) -> GenerationResponse:
         """Answer a conversation.
 
-        encoder: the encoder of a completion that is text only
-        call_encoder: the encoder of a completion that may call functions
+        encoder: called with the arguments of `ChatEncoder`
         """
-        offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
+        limit = body.max_completion_tokens or body.max_tokens or MAX_TOKENS
         model = self._models.find(body.model)
         prompt = await model.chat.write_prompt(body)
-        if offer is None:
-            return self._generate(
-                request, model, body, [prompt.text + body.answer_prefix], limit, encoder, frame=prompt.frame
-            )
-        encoder = functools.partial(call_encoder, calls=prompt.calls, text=not offer.required)
+        encoder = functools.partial(encoder, answer=prompt.answer)
         return self._generate(
-            request, model, body, [prompt.text], limit, encoder, frame=prompt.frame, calls=offer.calls(prompt.calls)
+            request,
+            model,
+            body,
+            [prompt.text],
+            limit,
+            encoder,
+            frame=prompt.frame,
+            calls=prompt.calls,
+            shown_tokens=prompt.answer.shown_tokens,
         )
 
     async def completions(self, request: Request) -> GenerationResponse:
@@ -157,6 +156,7 @@ class Gateway:
         frame: bool = True,
         respond_with: Callable[..., GenerationResponse] = GenerationResponse,
         calls: Calls | None = None,
+        shown_tokens: tuple[str, ...] = (),
     ) -> GenerationResponse:
         """Return the response that generates the completions of a request. Raises ApiError if the request is too large.
 
@@ -164,6 +164,7 @@ class Gateway:
         frame: True if the tokenizer adds its begin and end tokens
         respond_with: called with the arguments of `GenerationResponse`
         calls: the calls that a completion may or must contain
+        shown_tokens: names of special tokens that are text of a completion
         """
         if len(prompts) * body.candidates > MAX_SEQUENCES:
             param = "n" if body.candidates == body.n else "best_of"
@@ -189,6 +190,7 @@ class Gateway:
                 grammar=constraint.text if constraint is not None else None,
                 grammar_syntax=constraint.syntax if constraint is not None else "json",
                 calls=calls,
+                shown_tokens=shown_tokens,
                 logprobs=0 if needs_ranking and body.logprobs_per_token is None else body.logprobs_per_token,
                 stop=body.stop_strings if calls is None or calls.text else (),
                 share_prefix=body.cache_prompt,
@@ -220,12 +222,12 @@ class Gateway:
     # ---- Anthropic's API -------------------------------------------------------------------------------------
     async def messages(self, request: Request) -> GenerationResponse:
         body = (await read_body(request, MessagesRequest)).as_chat()
-        return await self._conversation(request, body, MessagesEncoder, MessagesEncoder)
+        return await self._conversation(request, body, MessagesEncoder)
 
     async def count_tokens(self, request: Request) -> Response:
         body = (await read_body(request, CountTokensRequest)).as_chat()
         prompt = await self._models.find(body.model).chat.write_prompt(body)
-        ask = Tokenize(request=new_request_id(), text=prompt.text + body.answer_prefix, frame=prompt.frame)
+        ask = Tokenize(request=new_request_id(), text=prompt.text, frame=prompt.frame)
         answer = await self._llamacpp.tokenized(ask, body.model, client_of(request, None))
         return _json({"input_tokens": len(answer.tokens)})
 
@@ -239,7 +241,7 @@ class Gateway:
     async def apply_template(self, request: Request) -> Response:
         body = await read_body(request, ChatRequest)
         prompt = await self._models.find(body.model).chat.write_prompt(body)
-        return _json({"prompt": prompt.text + body.answer_prefix})
+        return _json({"prompt": prompt.text})
 
     async def props(self, request: Request) -> Response:
         return _json(await self._llamacpp.props(request.query_params.get("model")))

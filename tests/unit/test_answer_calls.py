@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 from neuronpipe.protocol.messages.client import Token
-from neuronpipe.services.gateway.openai.answer_calls import (
-    Arguments,
-    Call,
-    CallParser,
-    CallStart,
-    Content,
-    Part,
-    ToolCallEncoder,
-    parse_answer,
-)
+from neuronpipe.services.gateway.answers.answer_format import AnswerFormat, Call
+from neuronpipe.services.gateway.answers.answer_format import parse_answer as parsed
+from neuronpipe.services.gateway.answers.call_parser import CallParser
+from neuronpipe.services.gateway.answers.parts import Arguments, CallStart, Content, Part
+from neuronpipe.services.gateway.openai.chat_encoding import ChatEncoder
 from neuronpipe.services.gateway.openai.echo import empty_completion
 from neuronpipe.services.gateway.templates.call_format import DEFAULT, ONE_CALL, CallFormat
 
@@ -28,6 +23,10 @@ CALLS = [Call("look_up", ROME), Call("now", NOW)]
 WRITTEN = DEFAULT.written([*CALLS])
 TOKEN = Token(request="r", index=0, token=7, text="", ms=1.0)
 FINISHED = dataclasses.replace(empty_completion(prompt_tokens=1), reason="end", tokens=2)
+
+
+def parse_answer(text: str, calls: CallFormat) -> tuple[str, list[Call], bool]:
+    return parsed(text, AnswerFormat(calls=calls))[1:]
 
 
 def joined(parts: list[Part]) -> tuple[str, list[Call]]:
@@ -122,9 +121,14 @@ def test_an_answer_that_is_cut_off_has_what_there_is(form: CallFormat) -> None:
 
 
 # ---- as OpenAI's API has it ----------------------------------------------------------------------------------
-def form_of(calls: CallFormat = DEFAULT, *, text: bool = True, with_logprobs: bool = False) -> ToolCallEncoder:
-    return ToolCallEncoder(
-        "m", "f", with_usage=False, with_logprobs=with_logprobs, end_tokens=[0], calls=calls, text=text
+def form_of(calls: CallFormat = DEFAULT, *, text: bool = True, with_logprobs: bool = False) -> ChatEncoder:
+    return ChatEncoder(
+        "m",
+        "f",
+        with_usage=False,
+        with_logprobs=with_logprobs,
+        end_tokens=[0],
+        answer=AnswerFormat(calls=calls, text=text),
     )
 
 
@@ -134,7 +138,7 @@ def choice(text: str, reason: Any = "end", calls: CallFormat = DEFAULT) -> dict[
     return dict(made)
 
 
-def deltas(form: ToolCallEncoder, pieces: list[str], **last: Any) -> list[dict[str, Any]]:
+def deltas(form: ChatEncoder, pieces: list[str], **last: Any) -> list[dict[str, Any]]:
     events = form.first(0)
     for piece in pieces:
         events += form.piece(0, dataclasses.replace(TOKEN, text=piece, logprob=-1.0, piece=piece.encode()))

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from neuronpipe.services.gateway.answers.answer_format import AnswerFormat, Call, parse_answer
+from neuronpipe.services.gateway.answers.thinking_format import HARMONY as KNOWN_HARMONY
 from neuronpipe.services.gateway.templates.call_format import DEFAULT, CallFormat
 from neuronpipe.services.gateway.templates.format_probe import probe_format
 from neuronpipe.services.gateway.templates.sandbox import Template
@@ -115,6 +116,39 @@ PARAMETERS = TOOLS + TURNS.replace(
     "{% endfor %}[end]",
 )
 
+UNCLOSED = PARAMETERS.replace("<parameter={{ k }}>{{ v }}</parameter>", "{{ k }} is {{ v }}; ")
+
+# The same on several lines, as Qwen3-Coder writes it, and with tags of their own for names and values, as GLM-4.5 does.
+LINES = TOOLS + TURNS.replace(
+    "CALLS",
+    "[assistant]{% for c in m.tool_calls %}{{ '\\n<tool_call>\\n<function=' + c.function.name + '>\\n' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ '<parameter=' + k + '>\\n' }}"
+    "{{ v if v is string else v | tojson }}{{ '\\n</parameter>\\n' }}{% endfor %}"
+    "{{ '</function>\\n</tool_call>' }}{% endfor %}[end]",
+)
+KEYS = TOOLS + TURNS.replace(
+    "CALLS",
+    "[assistant]{% for c in m.tool_calls %}{{ '\\n<tool_call>' + c.function.name + '\\n' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ '<arg_key>' + k + '</arg_key>\\n<arg_value>' }}"
+    "{{ v if v is string else v | tojson }}{{ '</arg_value>\\n' }}{% endfor %}{{ '</tool_call>' }}{% endfor %}[end]",
+)
+
+# Messages with channels, as gpt-oss writes them: the recipient stands before the channel.
+HARMONY = """{%- for t in tools %}{{ t | tojson }}{% endfor %}{%- for m in messages %}
+{%- if m.role == 'tool' %}<|start|>functions to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>
+{%- elif m.tool_calls is defined %}
+    {%- if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}
+    {%- if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}
+    {%- set call = m.tool_calls[0].function %}
+    {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+    {{- call.arguments | tojson }}<|call|>
+{%- elif m.role == 'assistant' %}
+    {%- if m.thinking and loop.last %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}
+    {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+    {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}{% set effort = reasoning_effort %}
+{#- <|channel|>analysis<|message|> <|channel|>final<|message|> #}"""
 
 # What is found in LIST and in BARE; other tests read and follow answers of these forms.
 ID = "\0" * 9
@@ -185,20 +219,47 @@ def test_calls_that_are_numbered_come_one_at_a_time() -> None:
 
 @pytest.mark.parametrize(
     "template",
-    [TURNS, TURNS.replace("CALLS", "{{ m.tool_calls }}"), TOOLS + TURNS, PARAMETERS, "{{ 1 / 0 }}"],
-    ids=["no tools", "unwritten tools", "unwritten calls", "arguments that are no JSON", "failing"],
+    [TURNS, TURNS.replace("CALLS", "{{ m.tool_calls }}"), TOOLS + TURNS, UNCLOSED, "{{ 1 / 0 }}"],
+    ids=["no tools", "unwritten tools", "unwritten calls", "arguments without tags", "failing"],
 )
 def test_a_template_that_writes_no_such_calls_has_the_stated_format(template: str) -> None:
     assert found(template) is DEFAULT
 
 
-@pytest.mark.parametrize("template", [BLOCKS, LIST, FRAMED, TAGS], ids=["blocks", "list", "framed", "tags"])
+def test_arguments_that_are_written_one_by_one() -> None:
+    assert found(LINES) == CallFormat(
+        before="<tool_call>\n<function=",
+        between=">\n",
+        next="</function>\n</tool_call>\n<tool_call>\n<function=",
+        after="</function>\n</tool_call>",
+        marker="<tool_call>",
+        by_template=True,
+        parameter_before="<parameter=",
+        parameter_between=">\n",
+        parameter_after="\n</parameter>\n",
+    )
+    keys = found(KEYS)
+    assert (keys.before, keys.between, keys.after) == ("<tool_call>", "\n", "</tool_call>")
+    assert (keys.parameter_before, keys.parameter_between) == ("<arg_key>", "</arg_key>\n<arg_value>")
+    assert found(PARAMETERS).parameter_after == "</parameter>"
+
+
+def test_channels_have_a_format_that_is_known() -> None:
+    assert found(HARMONY) == KNOWN_HARMONY.calls
+
+
+@pytest.mark.parametrize(
+    "template",
+    [BLOCKS, LIST, FRAMED, TAGS, LINES, KEYS],
+    ids=["blocks", "list", "framed", "tags", "lines", "keys"],
+)
 def test_what_the_template_writes_is_read_as_the_calls_that_it_was_given(template: str) -> None:
     form, one = found(template), compiled(template)
     calls = [("call_1", "look_up", '{"of": "a }]\\"}"}'), ("call_2", "f", '{"deep": [{"x": {}}]}')]
     text = one.render([{"role": "user", "content": "?"}, form.message("", calls)], answer=False)
-    said, made, complete = parse_answer(text[text.index(form.marker) :], form)
+    _, said, made, complete = parse_answer(text[text.index(form.marker) :], AnswerFormat(calls=form))
     assert said == ""
     assert complete
     assert [(call.name, json.loads(call.arguments)) for call in made] == [(n, json.loads(a)) for _, n, a in calls]
-    assert made[0] == Call("look_up", calls[0][2])
+    if not form.parameter_before:
+        assert made[0] == Call("look_up", calls[0][2])

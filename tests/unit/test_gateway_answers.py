@@ -17,10 +17,10 @@ from neuronpipe.services.gateway.client.mailbox import Mailbox
 from neuronpipe.services.gateway.client.run_client import CoordinatorClient
 from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
 from neuronpipe.services.gateway.http.metrics import Metrics
+from neuronpipe.services.gateway.openai.chat_encoding import ChatEncoder
 from neuronpipe.services.gateway.openai.echo import empty_completion
 from neuronpipe.services.gateway.openai.response_encoding import (
     COMMENT,
-    ChatEncoder,
     CompletionEncoder,
     ResponseEncoder,
 )

@@ -342,6 +342,6 @@ def test_an_answer_has_one_form(asked: dict[str, Any], param: str) -> None:
 def test_an_answer_that_is_continued_is_no_message_that_is_answered() -> None:
     talk = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one, "}]
     body = parsed(ChatRequest, messages=talk, continue_final_message=True)
-    assert ([message.text for message in body.prompt_messages], body.answer_prefix) == (["count"], "one, ")
+    assert ([message.text for message in body.prompt_messages], body.begun_message) == (["count"], body.messages[-1])
     body = parsed(ChatRequest, messages=talk)
-    assert ([message.text for message in body.prompt_messages], body.answer_prefix) == (["count", "one, "], "")
+    assert ([message.text for message in body.prompt_messages], body.begun_message) == (["count", "one, "], None)

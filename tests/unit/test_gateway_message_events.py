@@ -10,6 +10,7 @@ from typing import Any
 import anthropic.types as known
 import pytest
 from neuronpipe.protocol.messages.client import Accepted, Finished, Token
+from neuronpipe.services.gateway.answers.answer_format import AnswerFormat
 from neuronpipe.services.gateway.anthropic.messages_encoding import PING, MessagesEncoder
 from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
 from neuronpipe.services.gateway.openai.echo import empty_completion
@@ -31,7 +32,7 @@ CALLS = [("f", '{"a": 1}'), ("g", "{}")]
 
 def encoder(*, calls: CallFormat | None = None, text: bool = True) -> MessagesEncoder:
     about: dict[str, Any] = {"with_usage": False, "with_logprobs": False, "end_tokens": {0}}
-    return MessagesEncoder("model", "np", calls=calls, text=text, **about)
+    return MessagesEncoder("model", "np", answer=AnswerFormat(calls=calls, text=text), **about)
 
 
 def finished(text: str, reason: Any = "end", stop: str | None = None) -> Finished:

@@ -103,7 +103,7 @@ def test_the_model_reads_that_a_call_failed() -> None:
 
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     request = chat(messages=[USER, {"role": "assistant", "content": [text("Sure: ")]}])
-    assert (request.continue_final_message, request.answer_prefix) == (True, "Sure: ")
+    assert (request.continue_final_message, request.begun_message.text) == (True, "Sure: ")
     request = chat(messages=[USER, {"role": "assistant", "content": ""}])
     assert (request.continue_final_message, len(request.messages)) == (False, 1)
     ended = {"messages": [USER, {"role": "assistant", "content": "Sure: "}], "tools": [TOOL]}
@@ -302,6 +302,6 @@ def test_a_count_is_of_the_prompt_of_the_same_request() -> None:
     counted = parse_body(json.dumps(body).encode(), CountTokensRequest).as_chat()
     generated = chat(**body)
     assert counted.messages == generated.messages
-    assert (counted.tools, counted.offer, counted.answer_prefix) == (generated.tools, None, "hi")
+    assert (counted.tools, counted.offer, counted.begun_message.text) == (generated.tools, None, "hi")
     with pytest.raises(ApiError, match="unsupported parameter: 'max_tokens'"):
         parse_body(json.dumps(body | {"max_tokens": 8}).encode(), CountTokensRequest)

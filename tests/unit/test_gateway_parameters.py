@@ -43,6 +43,7 @@ VALUES: dict[str, Any] = {
     "prompt_cache_options": {"mode": "implicit"},
     "prompt_cache_retention": "24h",
     "reasoning": {"effort": "low"},
+    "thinking": {"type": "disabled"},
     "reasoning_effort": "low",
     "response_format": SCHEMA,
     "safety_identifier": "s",

@@ -9,6 +9,7 @@ from typing import Any
 import openai.types.responses as known
 import pytest
 from neuronpipe.protocol.messages.client import Likely, Token
+from neuronpipe.services.gateway.answers.answer_format import AnswerFormat
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import parse_body
 from neuronpipe.services.gateway.openai.responses_api import NOT_STORED, ResponsesRequest
@@ -235,8 +236,7 @@ def form(
         "with_usage": False,
         "with_logprobs": with_logprobs,
         "end_tokens": {END},
-        "calls": calls,
-        "text": text,
+        "answer": AnswerFormat(calls=calls, text=text),
     }
     return ResponsesEncoder(parsed(**body).echoed(), "model", "np", **about)
 

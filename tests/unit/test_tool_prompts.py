@@ -56,7 +56,7 @@ def prompt(template: str | None, messages: list[dict[str, Any]], *, marked: bool
 
 def test_a_template_that_knows_tools_writes_all_of_it() -> None:
     made = prompt(BLOCKS, TURN, tools=TOOLS)
-    assert made.calls.by_template
+    assert made.answer.calls.by_template
     assert json.dumps(TOOLS) in made.text
     assert '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}' in made.text
     assert made.text.endswith("<|im_start|>tool\n12 mm<|im_end|>\n<|im_start|>assistant\n")
@@ -109,16 +109,16 @@ def test_a_result_has_the_name_of_its_function() -> None:
 
 
 def test_text_that_is_json_cannot_be_told_from_calls_without_a_marker() -> None:
-    assert prompt(BARE, [USER], tools=TOOLS).calls.marker == ""
+    assert prompt(BARE, [USER], tools=TOOLS).answer.calls.marker == ""
     made = prompt(BARE, [USER], tools=TOOLS, marked=True)
-    assert made.calls == DEFAULT
+    assert made.answer.calls == DEFAULT
     assert "You can call functions" in made.text
-    assert prompt(BLOCKS, [USER], tools=TOOLS, marked=True).calls.by_template
+    assert prompt(BLOCKS, [USER], tools=TOOLS, marked=True).answer.calls.by_template
 
 
 def test_a_model_that_knows_no_tools_is_told_of_them_in_texts() -> None:
     made = prompt(PLAIN, [{"role": "system", "content": "Be brief."}, *TURN, USER], tools=TOOLS)
-    assert made.calls == DEFAULT
+    assert made.answer.calls == DEFAULT
     system, rest = made.text.split("</system>")
     assert system.startswith("<system>Be brief.\n\nYou can call functions.")
     assert json.dumps(TOOLS[0]["function"]) in system
@@ -154,7 +154,7 @@ def test_what_a_template_refuses_is_refused() -> None:
 
 def test_a_base_model_is_told_in_lines_and_makes_one_call() -> None:
     made = prompt(None, TURN, tools=TOOLS)
-    assert made.calls == ONE_CALL
+    assert made.answer.calls == ONE_CALL
     assert made.frame
     assert made.text.startswith("You can call functions.")
     assert "several" not in made.text

@@ -42,8 +42,7 @@ class ParameterGrammar:
         required = self._schema.get("required")
         required_names = required if isinstance(required, list) else []
         parts = [
-            f"{self._prefix}p{number}{'' if name in required_names else '?'}"
-            for number, name in enumerate(self._names)
+            f"{self._prefix}p{number}{'' if name in required_names else '?'}" for number, name in enumerate(self._names)
         ]
         return " ".join([*parts, f"{self._prefix}other*"] if self._allows_others() else parts)
 
@@ -77,9 +76,9 @@ class ParameterGrammar:
             yield f"{rule}: {begin} {rule}v\n"
             yield from self._until(f"{rule}v", calls.parameter_after)
         else:
-            yield f"{rule}: {begin} %json {json.dumps(self._value_schema(schema))} {self._lark(calls.parameter_after)}\n"
+            value = f"%json {json.dumps(self._value_schema(schema))}"
+            yield f"{rule}: {begin} {value} {self._lark(calls.parameter_after)}\n"
 
     def _value_schema(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         definitions = {name: self._schema[name] for name in DEFINITIONS if name in self._schema}
         return {**definitions, **schema, "x-guidance": self._schema["x-guidance"]}
-

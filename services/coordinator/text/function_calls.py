@@ -136,7 +136,8 @@ class _CallGrammar:
     def _beginning(self) -> str:
         """Return what precedes the first name: the text around calls, and free text before the marker."""
         first, *tail = atoms(self._calls.before, self._special)
-        if not (self._calls.text and self._calls.marker and self._answer is None):
+        marked = self._calls.text and self._calls.marker and not self._calls.opening and self._answer is None
+        if not marked:
             return " ".join(atom.lark for atom in (first, *tail))
         if first.token is not None:
             return " ".join(["TEXT?", *(atom.lark for atom in (first, *tail))])
@@ -154,7 +155,7 @@ class _CallGrammar:
             return
         yield f"TEXT: /{ANYTHING}/{''.join(self._no_thoughts())}\n"
         first = atoms(calls.before, self._special)[0]
-        if first.token is None and calls.marker:
+        if first.token is None and calls.marker and not calls.opening:
             marker = calls.marker if first.text.startswith(calls.marker) else first.text
             yield f"marked[lazy]: TEXT {_quoted(marker)}\n"
 

@@ -70,7 +70,7 @@ class Grammars:
         return _Matcher(self._compiled_calls(calls, grammar).deep_copy())
 
     def marks(self, calls: Calls | None, shown_tokens: Sequence[str] = ()) -> dict[int, str]:
-        """Return the text of each special token that counts as text in an answer. Arguments are fields of `Generate`."""
+        """Return the text of each special token that counts as text. Arguments are fields of `Generate`."""
         shown = {self._special[name]: name for name in shown_tokens if name in self._special}
         return shown if calls is None else shown | marks(calls, self._special)
 

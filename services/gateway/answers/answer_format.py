@@ -14,6 +14,7 @@ from neuronpipe.services.gateway.answers.parts import (
     CallStart,
     Content,
     Parser,
+    Part,
     Reasoning,
     TextParser,
 )
@@ -43,6 +44,11 @@ class AnswerFormat:
     def is_text(self) -> bool:
         """True if the whole completion is the text of the answer."""
         return self.calls is None and self.thinking is None
+
+    @property
+    def shown_tokens(self) -> tuple[str, ...]:
+        """The names of the special tokens that must be part of the completion's text."""
+        return () if self.thinking is None else self.thinking.tokens
 
     def parser(self) -> Parser:
         """Return a parser of one completion."""
@@ -79,19 +85,26 @@ class Answer(NamedTuple):
     complete: bool
 
 
-def parse_answer(text: str, form: AnswerFormat) -> Answer:
-    """Parse a whole completion."""
+def parts_of(text: str, form: AnswerFormat) -> tuple[list[Part], bool]:
+    """Parse a whole completion; return its parts, each in one piece, and True if it ends with a complete call."""
     parser = form.parser()
-    reasoning, content, calls = list[str](), list[str](), list[tuple[str, list[str]]]()
+    pieces: list[tuple[Part, list[str]]] = []
     for part in (*parser.push(text), *parser.finish()):
-        match part:
-            case Reasoning():
-                reasoning.append(part.text)
-            case Content():
-                content.append(part.text)
-            case CallStart():
-                calls.append((part.name, []))
-            case Arguments():
-                calls[part.call][1].append(part.text)
-    parsed_calls = [Call(name, "".join(arguments)) for name, arguments in calls]
-    return Answer("".join(reasoning), "".join(content), parsed_calls, bool(calls) and parser.complete)
+        if isinstance(part, CallStart):
+            pieces.append((part, []))
+        elif pieces and type(pieces[-1][0]) is type(part):
+            pieces[-1][1].append(part.text)
+        else:
+            pieces.append((part, [part.text]))
+    joined = [part if isinstance(part, CallStart) else part._replace(text="".join(texts)) for part, texts in pieces]
+    return joined, parser.complete
+
+
+def parse_answer(text: str, form: AnswerFormat) -> Answer:
+    """Parse a whole completion into its reasoning, its text and its calls."""
+    parts, complete = parts_of(text, form)
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    content = "".join(part.text for part in parts if isinstance(part, Content))
+    arguments = {part.call: part.text for part in parts if isinstance(part, Arguments)}
+    calls = [Call(part.name, arguments.get(part.call, "")) for part in parts if isinstance(part, CallStart)]
+    return Answer(reasoning, content, calls, bool(calls) and complete)

@@ -1,4 +1,4 @@
-"""Values of arguments that a model writes without types, as in <parameter=KEY>VALUE</parameter>: their JSON, by schema."""
+"""The JSON of arguments that a model writes without types, as in <parameter=KEY>VALUE</parameter>."""
 
 from __future__ import annotations
 

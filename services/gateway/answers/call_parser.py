@@ -146,7 +146,10 @@ class CallParser:
 
     def _value_margin(self) -> Iterator[Part]:
         """Drop the line break after the opening tag, which belongs to the tag."""
-        self._buffer, self._state = self._buffer.removeprefix(_margin(self._format.parameter_between[::-1])), self._value
+        self._buffer, self._state = (
+            self._buffer.removeprefix(_margin(self._format.parameter_between[::-1])),
+            self._value,
+        )
         yield from ()
 
     def _value(self) -> Iterator[Part]:
@@ -171,6 +174,9 @@ class CallParser:
 
     def _skip(self, text: str, next_state: Callable[[], Iterator[Part]]) -> None:
         """Skip text that must come next and continue with `next_state`; ignore the rest if something else comes."""
+        if not text.strip():
+            self._buffer, self._state = self._buffer.lstrip(), next_state
+            return
         end = _match_ignoring_space(text, self._buffer)
         if end is None:
             self._state = self._ignore_rest

@@ -20,8 +20,10 @@ from neuronpipe.services.gateway.answers.thinking_format import Begin
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
+STRAY = (MESSAGE, "<|constrain|>")  # without a meaning in the text of a message
 FUNCTIONS = "functions."
 MAX_HEADER_CHARACTERS = 1024
+SEPARATOR = "\n\n"  # between the texts of several messages
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -39,7 +41,9 @@ class HarmonyParser:
         self._first = True  # no message has begun yet
         self._count = 0
         self._arguments: JsonScan | None = None
-        self._state: Callable[[], Iterator[Part]] = self._header if begins == "start" else self._body
+        self._shown = set[type[Part]]()  # the kinds of parts so far
+        self._separator = ""  # before the text of a further message of a kind
+        self._state: Callable[[], Iterator[Part]] = self._header if begins in ("start", "answer") else self._body
         self.thinking = begins == "reasoning"
 
     @property
@@ -80,19 +84,21 @@ class HarmonyParser:
         """Begin the message after a header."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         name = recipient[1] if recipient is not None else ""
-        self._arguments = None
+        self._arguments, self._separator = None, SEPARATOR
         self.thinking = bool(name) or (channel is not None and channel[1] == "analysis")
         if self._may_call and name.startswith(FUNCTIONS):
             yield CallStart(self._count, name.removeprefix(FUNCTIONS))
             self._count, self._arguments, self.thinking = self._count + 1, JsonScan(), False
 
     def _body(self) -> Iterator[Part]:
-        marks = (*ENDS, START, CHANNEL)
+        marks = (*ENDS, START, CHANNEL, *STRAY)
         found = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
         end = min(found)[0] if found else len(self._buffer) - held_back(self._buffer, *marks)
         text, self._buffer = self._buffer[:end], self._buffer[end:]
         yield from self._part(text)
-        if found:
+        if found and (mark := min(found)[1]) in STRAY:
+            self._buffer = self._buffer[len(mark) :]
+        elif found:
             self.thinking, self._state = False, self._between
 
     def _part(self, text: str) -> Iterator[Part]:
@@ -102,7 +108,10 @@ class HarmonyParser:
             if text:
                 yield Arguments(self._count - 1, text)
         elif text:
-            yield Reasoning(text) if self.thinking else Content(text)
+            kind = Reasoning if self.thinking else Content
+            yield kind(self._separator + text if kind in self._shown else text)
+            self._shown.add(kind)
+            self._separator = ""
 
     def _between(self) -> Iterator[Part]:
         """Skip the end of a message, up to the next header."""

@@ -95,5 +95,3 @@ class ThinkParser:
     def _answer(self) -> Iterator[Part]:
         text, self._buffer = self._buffer, ""
         yield from self._following.push(text)
-
-

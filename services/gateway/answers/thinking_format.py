@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Literal
 
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.messages.request import Thought
 from neuronpipe.services.gateway.templates.call_format import CallFormat
 
-Begin = Literal["start", "reasoning", "content"]
-"""Where a completion begins: before everything, or because of its prompt inside of reasoning or of the answer."""
+Begin = Literal["start", "reasoning", "answer", "content"]
+"""Where a completion begins: where reasoning may begin, or inside of it, because the prompt has begun it; or where the
+answer begins, because reasoning is turned off, or inside of its text, because the prompt has begun that."""
 
 
 @frozen(kw_only=True)
@@ -45,18 +47,29 @@ class ThinkingFormat:
     def close_tag(self) -> str:
         return self.close.strip()
 
-    def is_open(self, prompt: str) -> bool:
-        """Return True if a prompt ends inside of reasoning, because the template has written the opening tag."""
-        return not self.messages and prompt.rstrip().endswith(self.open_tag)
+    def thoughts(self, begins: Begin) -> tuple[Thought, ...]:
+        """Return what may come before the answer, for the message `Calls`."""
+        befores = (self.open_tag, *self.prefaces) if begins in ("start", "reasoning") else ()
+        return tuple(Thought(before=before, after=self.close_tag) for before in befores)
 
-    def continued(self, reasoning: str, content: str, *, is_open: bool) -> tuple[str, Begin]:
-        """Return what follows a prompt that ends inside of an answer, and where the completion then begins.
+    def beginning(
+        self, prompt: str, *, reasoning: str = "", content: str | None = None, thinks: bool = True, calls: bool = False
+    ) -> tuple[str, Begin]:
+        """Return what to add to a prompt that a template has written, and where the completion then begins.
 
-        content: the text of the answer so far
-        is_open: True if the prompt ends inside of reasoning
+        reasoning, content: those of the message that the completion continues; the content is None if there is none
+        thinks: False keeps the completion from beginning with reasoning
+        calls: True if it may call functions
         """
+        is_open = not self.messages and prompt.rstrip().endswith(self.open_tag)  # the template has begun the reasoning
+        if content is None and thinks:
+            return "", "reasoning" if is_open else "start"
+        closing = self.close if is_open else ""
+        if content is None:
+            begun = self.messages and not calls
+            return (closing + self.answer, "content") if begun else (closing, "answer")
         if not reasoning:
-            return (self.close if is_open else "") + self.answer + content, "content"
+            return closing + self.answer + content, "content"
         thought = ("" if is_open else self.open) + reasoning
         return (thought + self.close + self.answer + content, "content") if content else (thought, "reasoning")
 
@@ -79,7 +92,7 @@ HARMONY = ThinkingFormat(
         between=" <|constrain|>json<|message|>",
         next="",
         after="",
-        marker="",
+        marker="<|channel|>commentary to=functions.",
         by_template=True,
     ),
     messages=True,

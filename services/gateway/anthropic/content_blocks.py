@@ -87,9 +87,10 @@ class ToolResultBlock(Lenient):
 
 
 class ThinkingBlock(Lenient):
-    """Thinking of an earlier answer. It is ignored, because no model here was trained to read it."""
+    """Thinking of an earlier answer. Signatures, and thinking that is redacted, are ignored."""
 
     type: Literal["thinking", "redacted_thinking"] = Field(description="The type of the block.")
+    thinking: str = Field("", description="What the model thought.")
 
 
 def _tag(value: Any) -> str | None:
@@ -135,6 +136,11 @@ class InputMessage(Lenient):
         return text_of([block for block in self.blocks if isinstance(block, TextBlock)])
 
     @property
+    def thought(self) -> str:
+        """Return what the model thought before this message."""
+        return BLOCK_SEPARATOR.join(block.thinking for block in self.blocks if isinstance(block, ThinkingBlock))
+
+    @property
     def calls(self) -> list[dict[str, Any]]:
         """Return the calls in the form of a chat message."""
         return [block.as_chat() for block in self.blocks if isinstance(block, ToolUseBlock)]
@@ -159,7 +165,8 @@ def chat_messages(messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
             translated.append({"role": "system", "content": message.text})
         elif (calls := message.calls) or message.text:
             called_ids.update(call["id"] for call in calls)
-            translated.append({"role": "assistant", "content": message.text, "tool_calls": calls})
+            thought = {"reasoning_content": message.thought} if message.thought else {}
+            translated.append({"role": "assistant", "content": message.text, "tool_calls": calls, **thought})
     return translated
 
 

@@ -39,6 +39,7 @@ from neuronpipe.services.gateway.openai.request_schema import (
     sampling_fields,
 )
 from neuronpipe.services.gateway.openai.responses_api import NamedSchema
+from neuronpipe.services.gateway.openai.thinking_options import EFFORT, NO_EFFORT, ON, Effort
 from neuronpipe.services.gateway.openai.tools import MAX_CALLS, MAX_TOOLS, FunctionName
 from pydantic import Field, model_validator
 
@@ -102,7 +103,16 @@ class OutputConfig(RequestModel):
     """The form of the completion's text."""
 
     format: NamedSchema | None = Field(None, description="The JSON schema that the completion follows.")
-    effort: str | None = Field(None, description=IGNORED)
+    effort: Effort | None = Field(None, description=EFFORT)
+
+
+class Thinking(Lenient):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "adaptive", "disabled"] = Field(description="With `disabled` the model does not think.")
+    budget_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description="This field has no effect: models here decide how long they think."
+    )
 
 
 class Metadata(Lenient):
@@ -130,7 +140,7 @@ class CountTokensRequest(RequestModel):
     cache_control: dict[str, Any] | None = Field(None, description=IGNORED)
     context_management: dict[str, Any] | None = Field(None, description=IGNORED)
     speed: str | None = Field(None, description=IGNORED)
-    thinking: dict[str, Any] | None = Field(None, description=IGNORED)
+    thinking: Thinking | None = Field(None, description="Whether the model thinks; by default its template decides.")
 
     @model_validator(mode="after")
     def _check_size(self) -> CountTokensRequest:
@@ -153,10 +163,20 @@ class CountTokensRequest(RequestModel):
                 "tools": [tool.as_chat() for tool in self.tools],
                 "tool_choice": choice.as_chat(),
                 "parallel_tool_calls": not choice.disable_parallel_tool_use,
+                **self._thinking_fields(),
                 **self._generation_fields(),
             },
             ChatRequest,
         )
+
+    def _thinking_fields(self) -> dict[str, Any]:
+        """Return the fields of the chat request about thinking."""
+        effort = self.output_config.effort if self.output_config is not None else None
+        if self.thinking is None:
+            return {"reasoning_effort": effort}
+        if self.thinking.type == "disabled":
+            return {"reasoning_effort": NO_EFFORT}
+        return {"reasoning_effort": effort, "chat_template_kwargs": ON}
 
     def _generation_fields(self) -> dict[str, Any]:
         """Return the further fields of the chat request."""

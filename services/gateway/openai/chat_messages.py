@@ -43,6 +43,13 @@ _MESSAGES = [
         "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
         "required": ["tool_calls"],
     },
+    *(
+        {
+            "properties": {"role": {"const": "assistant"}, name: {"type": "string", "minLength": 1}},
+            "required": [name],
+        }
+        for name in ("reasoning_content", "reasoning")
+    ),
     {
         "properties": {
             "role": {"const": "tool"},
@@ -69,7 +76,7 @@ class ChatMessage(RequestModel):
             union_of("expected a string or a list of parts", text_or(PARTS)),
         ]
         | None
-    ) = Field(None, description="The text, as a string or in parts. It is optional beside `tool_calls`.")
+    ) = Field(None, description="The text, as a string or in parts. It is optional beside `tool_calls` and reasoning.")
     name: str | None = Field(None, description="The name of the author, which some templates write.")
     tool_calls: list[ToolCall] = Field(
         default=[], max_length=MAX_TOOLS, description="The calls of the assistant in this message."
@@ -77,6 +84,10 @@ class ChatMessage(RequestModel):
     tool_call_id: str | None = Field(
         None, description="The id of the call that this message is the result of; required with the role `tool`."
     )
+    reasoning_content: str | None = Field(
+        None, description="What the assistant thought before it answered; templates decide whether the model reads it."
+    )
+    reasoning: str | None = Field(None, description="Another name of `reasoning_content`, which takes precedence.")
     refusal: str | None = Field(None, description=IGNORED)
     audio: None = Field(None, description="Audio is not supported; null is accepted.")
     function_call: None = Field(None, description="The older form of `tool_calls`; null is accepted.")
@@ -91,13 +102,20 @@ class ChatMessage(RequestModel):
 
     @model_validator(mode="after")
     def _check_fields(self) -> ChatMessage:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.thought and self.role != "assistant":
+            raise conflict("reasoning_content", f"a message of the role {self.role} has no reasoning")
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.thought)):
             raise missing_parameter("content")
         if self.tool_calls and self.role != "assistant":
             raise conflict("tool_calls", f"a message of the role {self.role} cannot call functions")
         if self.role == "tool" and self.tool_call_id is None:
             raise missing_parameter("tool_call_id")
         return self
+
+    @property
+    def thought(self) -> str:
+        """Return what the assistant thought before this message; empty if that is unknown."""
+        return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str:

@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.messages.request import Calls
+from neuronpipe.services.gateway.answers.answer_format import AnswerFormat
+from neuronpipe.services.gateway.answers.thinking_format import Begin, ThinkingFormat, thinking_format
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.openai.chat_messages import ChatMessage
 from neuronpipe.services.gateway.openai.request_schema import ChatRequest
@@ -41,12 +44,14 @@ class Prompt(NamedTuple):
     """The prompt of a conversation.
 
     frame: True if the tokenizer must add its own begin and end tokens; a chat template has written them already
-    calls: the format in which the completion calls functions
+    answer: the format of the completion
+    calls: the functions that it may call, for the message `Generate`; None if it is text only
     """
 
     text: str
     frame: bool
-    calls: CallFormat
+    answer: AnswerFormat
+    calls: Calls | None
 
 
 class PromptWriter:
@@ -63,22 +68,26 @@ class PromptWriter:
         self._report: asyncio.Task[TemplateReport] | None = None
 
     async def write_prompt(self, request: ChatRequest) -> Prompt:
-        """Return the prompt of a request's conversation, without a last message that the completion continues.
+        """Return the prompt of a request's conversation, which ends with a message that the completion continues.
 
         Raises ApiError if the template refuses the conversation or fails.
         """
         turns = [_turn(message) for message in request.prompt_messages]
-        tools = None if request.offer is None else request.offer.descriptions()
+        offer, begun = request.offer, request.begun_message
+        tools = None if offer is None else offer.descriptions()
         if self._package.manifest.chat is None:
-            messages = as_texts(turns, tools, ONE_CALL)
-            return Prompt("\n".join(message["content"] for message in messages), frame=True, calls=ONE_CALL)
+            texts = [message["content"] for message in as_texts(turns, tools, ONE_CALL)]
+            text = "\n".join(texts) + ("" if begun is None else begun.text)
+            return _prompt(text, True, request, ONE_CALL)
         try:
+            thinking = self._thinking
+            thinks = request.wants_thinking and not (thinking and request.constraint)
             job = PromptJob(
                 source=self._source,
                 turns=turns,
                 tools=tools,
                 marked=request.constraint is not None,
-                settings=request.chat_template_kwargs,
+                settings=request.template_variables(may_think=thinks),
                 begins_answer=request.continue_final_message or request.add_generation_prompt is not False,
                 form=self._call_format,
             )
@@ -91,7 +100,14 @@ class PromptWriter:
             message = f"the model's chat template fails: {error}; correct it and convert the model again"
             raise ApiError(500, "chat_template_failed", message, kind="server_error") from None
         self._call_format = written.form or self._call_format
-        return Prompt(written.text, frame=False, calls=written.calls)
+        begins: Begin = "start"
+        text = "" if begun is None else begun.text
+        if thinking is not None and job.begins_answer:
+            reasoning, content = ("", None) if begun is None else (begun.thought, begun.text)
+            text, begins = thinking.beginning(
+                written.text, reasoning=reasoning, content=content, thinks=thinks, calls=offer is not None
+            )
+        return _prompt(written.text + text, False, request, written.calls, thinking, begins)
 
     async def report(self) -> TemplateReport | None:
         """Return the report on the template, which is tried once per gateway; None without a template."""
@@ -115,6 +131,11 @@ class PromptWriter:
         return report
 
     @cached_property
+    def _thinking(self) -> ThinkingFormat | None:
+        """Return how the model thinks; None if it does not. Raises TemplateError as `_source`."""
+        return thinking_format(self._source.text)
+
+    @cached_property
     def _source(self) -> TemplateSource:
         """Return the template's source. Raises TemplateError if its file is damaged."""
         chat = self._package.manifest.chat
@@ -125,5 +146,22 @@ class PromptWriter:
             raise TemplateError(str(error)) from None
 
 
+def _prompt(
+    text: str,
+    frame: bool,
+    request: ChatRequest,
+    form: CallFormat,
+    thinking: ThinkingFormat | None = None,
+    begins: Begin = "start",
+) -> Prompt:
+    offer = request.offer
+    if offer is None:
+        return Prompt(text, frame, AnswerFormat(thinking=thinking, begins=begins), None)
+    answer = AnswerFormat(
+        calls=form, text=not offer.required, schemas=offer.schemas(), thinking=thinking, begins=begins
+    )
+    return Prompt(text, frame, answer, offer.calls(form, thinking, begins=begins))
+
+
 def _turn(message: ChatMessage) -> ChatTurn:
-    return ChatTurn(message.role, message.text, message.name, message.tool_call_id, message.calls)
+    return ChatTurn(message.role, message.text, message.name, message.tool_call_id, message.calls, message.thought)

@@ -27,6 +27,7 @@ from neuronpipe.services.gateway.http.schema_base import (
 )
 from neuronpipe.services.gateway.openai.answer_constraints import Constrained
 from neuronpipe.services.gateway.openai.chat_messages import ChatMessage
+from neuronpipe.services.gateway.openai.thinking_options import ThinkingOptions
 from neuronpipe.services.gateway.openai.tools import MAX_CALLS, MAX_TOOLS, Offer, Tool, ToolChoice
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, Tag, create_model, model_validator
 from pydantic_core import PydanticCustomError
@@ -269,7 +270,7 @@ class CompletionRequest(GenerationRequest):
         return cast(list[str | list[int]], self.prompt)
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ThinkingOptions):
     """Answer a conversation with a completion."""
 
     messages: list[ChatMessage] = Field(
@@ -311,16 +312,12 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = Field(
         None, description="With false, omit what the chat template writes before an answer."
     )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default={}, description='Variables of the chat template, such as `{"enable_thinking": false}`.'
-    )
     modalities: list[Literal["text"]] = Field(
         default=["text"], min_length=1, description="The only supported modality is `text`."
     )
     prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
     functions: OlderTools = Field(None, description=UNSUPPORTED_OLDER_TOOLS)
     function_call: OlderTools = Field(None, description=UNSUPPORTED_OLDER_TOOLS)
-    reasoning_effort: str | None = Field(None, description=IGNORED)
     verbosity: str | None = Field(None, description=IGNORED)
 
     @property
@@ -338,9 +335,9 @@ class ChatRequest(GenerationRequest):
         return self.messages[:-1] if self.continue_final_message else self.messages
 
     @property
-    def answer_prefix(self) -> str:
-        """Return the text of the message that the completion continues; empty if it continues none."""
-        return self.messages[-1].text if self.continue_final_message else ""
+    def begun_message(self) -> ChatMessage | None:
+        """Return the message that the completion continues; None if it continues none."""
+        return self.messages[-1] if self.continue_final_message else None
 
     @model_validator(mode="after")
     def _check_continuation(self) -> ChatRequest:

@@ -115,6 +115,10 @@ class ResponseEncoder(ABC):
         return f"{self._opening}{choice}{self._closing}".encode()
 
     # ---- whole responses -------------------------------------------------------------------------------------
+    def take(self, number: int, token: Token) -> None:
+        """Take a token of a response that is sent whole. Raises ApiError if the response becomes too large."""
+        self.keep_logprobs(number, token)
+
     def keep_logprobs(self, number: int, token: Token) -> None:
         """Store the log-probabilities of a token. Raises ApiError if the response becomes too large."""
         if not self._with_logprobs or token.token in self._end_tokens:
@@ -172,37 +176,14 @@ class ResponseEncoder(ABC):
         """
 
 
-class ChatEncoder(ResponseEncoder):
-    """The encoder of responses of `/v1/chat/completions`."""
-
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
-    _empty_content = '"delta": {}'
-    _logprob_keys, _logprob_suffix = ("content",), ', "refusal": null'
-
-    def first(self, number: int) -> bytes:
-        """Return the chunk that names the role."""
-        return self._event(number, '"delta": {"role": "assistant", "content": ""}', "null", "null")
-
-    def _text_content(self, text: str) -> str:
-        return f'"delta": {{"content": {json.dumps(text)}}}'
-
-    def _content(self, finished: Finished) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": finished.text, "refusal": None}}
-
-    def _encode_logprobs(self, token: Token, offset: int) -> EncodedLogprobs:
-        likely_tokens = _top_with_sampled(token) if token.top else ()
-        top = [_logprob_entry(likely.piece, likely.logprob) for likely in likely_tokens]
-        return (json.dumps({**_logprob_entry(token.piece, token.logprob), "top_logprobs": top}),)
-
-
-def _top_with_sampled(token: Token) -> Sequence[Likely]:
+def top_with_sampled(token: Token) -> Sequence[Likely]:
     """Return the most likely tokens, followed by the sampled one if it is not among them."""
     if token.logprob is None or any(likely.token == token.token for likely in token.top):
         return token.top
     return (*token.top, Likely(token=token.token, piece=token.piece, logprob=token.logprob))
 
 
-def _logprob_entry(piece: bytes, logprob: float | None) -> dict[str, Any]:
+def logprob_entry(piece: bytes, logprob: float | None) -> dict[str, Any]:
     return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
 
 
@@ -220,7 +201,7 @@ class CompletionEncoder(ResponseEncoder):
         return {"text": finished.text}
 
     def _encode_logprobs(self, token: Token, offset: int) -> EncodedLogprobs:
-        top = {_token_text(likely.piece): likely.logprob for likely in _top_with_sampled(token)}
+        top = {_token_text(likely.piece): likely.logprob for likely in top_with_sampled(token)}
         return tuple(map(json.dumps, (_token_text(token.piece), token.logprob, top, offset)))
 
 

@@ -230,7 +230,7 @@ class GenerationResponse:
                     continue
                 elif stream is None:
                     before = encoder.logprob_characters
-                    encoder.keep_logprobs(number, message)
+                    encoder.take(number, message)
                     self._charge.grow(COPIES * (encoder.logprob_characters - before))
                     self._mean_logprobs[number].add(message.logprob)
                 if stream is not None:

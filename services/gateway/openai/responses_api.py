@@ -21,6 +21,7 @@ from neuronpipe.services.gateway.http.schema_base import (
     MODE,
     NULL_ONLY,
     TEXT,
+    Lenient,
     RequestModel,
     refuse_with,
     text_or,
@@ -39,6 +40,7 @@ from neuronpipe.services.gateway.openai.request_schema import (
     sampling_fields,
 )
 from neuronpipe.services.gateway.openai.responses_items import NOT_STORED, Item, messages_of
+from neuronpipe.services.gateway.openai.thinking_options import EFFORT, Effort
 from neuronpipe.services.gateway.openai.tools import (
     MAX_CALLS,
     MAX_TOOLS,
@@ -152,6 +154,12 @@ class TextOptions(RequestModel):
     verbosity: str | None = Field(None, description=IGNORED)
 
 
+class ReasoningOptions(Lenient):
+    """Options of reasoning. Fields other than the effort are ignored: reasoning is returned as it is."""
+
+    effort: Effort | None = Field(None, description=EFFORT)
+
+
 class ResponsesRequest(SamplingOptions):
     """Answer a conversation, with the Responses API."""
 
@@ -199,7 +207,7 @@ class ResponsesRequest(SamplingOptions):
     user: str | None = Field(None, description=USER)
     safety_identifier: str | None = Field(None, description=USER)
     max_tool_calls: int | None = Field(None, description=IGNORED)
-    reasoning: dict[str, Any] | None = Field(None, description=IGNORED)
+    reasoning: ReasoningOptions | None = Field(None, description="How long the model thinks.")
     metadata: dict[str, Any] | None = Field(None, description="An object that the response repeats.")
     service_tier: str | None = Field(None, description=IGNORED)
     prompt_cache_key: str | None = Field(None, description=IGNORED)
@@ -241,9 +249,14 @@ class ResponsesRequest(SamplingOptions):
                 "tools": [tool.as_chat() for tool in self.tools],
                 "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.as_chat(),
                 "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning_effort": self._effort,
             },
             ChatRequest,
         )
+
+    @property
+    def _effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
     def _response_format(self) -> dict[str, Any] | None:
         text_format = self.text.format if self.text is not None else None
@@ -266,7 +279,7 @@ class ResponsesRequest(SamplingOptions):
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": self._effort, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": getattr(self, "temperature"),  # noqa: B009

@@ -1,7 +1,7 @@
 """The encoder of `/v1/responses`: one object, or a stream of typed and numbered events that build it up.
 
-The text is an item with one part, and each function call is an item after it. An item is added with its first token and
-done when the next item begins.
+Reasoning and text are items with one part each, and each function call is an item. An item is added with its first
+token and done when the next item begins.
 """
 
 from __future__ import annotations
@@ -11,37 +11,46 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from neuronpipe.protocol.messages.client import Finished, Token
+from neuronpipe.services.gateway.answers.answer_format import parts_of
+from neuronpipe.services.gateway.answers.parts import Arguments, CallStart, Content, Part, Reasoning
 from neuronpipe.services.gateway.http.api_errors import ApiError
-from neuronpipe.services.gateway.openai.answer_calls import (
-    Arguments,
-    CallStart,
-    Part,
-    new_call_id,
-    parse_answer,
-    parser_of,
-)
-from neuronpipe.services.gateway.openai.response_encoding import FINISH_REASONS, ChatEncoder, typed_event
-from neuronpipe.services.gateway.templates.call_format import CallFormat
+from neuronpipe.services.gateway.openai.chat_encoding import ChatEncoder
+from neuronpipe.services.gateway.openai.response_encoding import FINISH_REASONS, typed_event
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
+
+
+class ItemKind(NamedTuple):
+    """What the items of one kind have in common: their names, in the response and in its events."""
+
+    type: str
+    prefix: str
+    part: str = ""
+    events: str = ""
+
+
+TEXT_ITEM = ItemKind("message", "msg", "output_text", "response.output_text")
+REASONING_ITEM = ItemKind("reasoning", "rs", "reasoning_text", "response.reasoning_text")
+CALL_ITEM = ItemKind("function_call", "fc", events="response.function_call_arguments")
 
 
 @dataclasses.dataclass
 class Item:
     """An item of the response, which grows.
 
-    call: the id of the call and the name of its function; None for an item of text
+    call: the id of the call and the name of its function; None for other items
     """
 
+    kind: ItemKind
     call: tuple[str, str] | None = None
     pieces: list[str] = dataclasses.field(default_factory=list)
     status: str = IN_PROGRESS
 
     def __post_init__(self) -> None:
-        self.id = f"{'msg' if self.call is None else 'fc'}_{os.urandom(12).hex()}"
+        self.id = f"{self.kind.prefix}_{os.urandom(12).hex()}"
 
     @property
     def text(self) -> str:
@@ -50,35 +59,31 @@ class Item:
     def as_json(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the item in the form of the response.
 
-        parts: the content of an item of text
+        parts: the content of an item of text or reasoning
         """
-        if self.call is None:
-            fields = {"type": "message", "role": "assistant", "content": parts}
-        else:
-            fields = {"type": "function_call", "call_id": self.call[0], "name": self.call[1], "arguments": self.text}
-        return {"id": self.id, "status": self.status, **fields}
+        item: dict[str, Any] = {"id": self.id, "status": self.status, "type": self.kind.type}
+        if self.call is not None:
+            return item | {"call_id": self.call[0], "name": self.call[1], "arguments": self.text}
+        extra: dict[str, Any] = {"summary": []} if self.kind is REASONING_ITEM else {"role": "assistant"}
+        return item | extra | {"content": parts}
 
 
 class ResponsesEncoder(ChatEncoder):
     """Encodes one response of `/v1/responses`.
 
     echoed: the fields of the response that repeat its request
-    calls: the call format; None if no functions may be called
-    text: True if there may be text before the first call
     """
 
     kind, chunk_kind, prefix = "response", "response", "resp_"
     done = b""  # the type of the last event marks the end
 
-    def __init__(
-        self, echoed: dict[str, Any], *about: Any, calls: CallFormat | None = None, text: bool = True, **more: Any
-    ) -> None:
+    def __init__(self, echoed: dict[str, Any], *about: Any, **more: Any) -> None:
         super().__init__(*about, **more)
-        self._echoed, self._calls, self._may_have_text = echoed, calls, text
-        self._parser = parser_of(calls, text=text)
+        self._echoed = echoed
         self._items: list[Item] = []
         self._events = self._sent_logprobs = 0  # numbers of events, and of log-probabilities in them
         self._token_offsets: list[int] = []  # where each rated token begins, in characters of the completion
+        self._first_text_token: int | None = 0 if self._answer.thinking is None else None  # of the rated ones
         self._text_characters = 0
         self._finished: Finished | None = None
 
@@ -92,15 +97,15 @@ class ResponsesEncoder(ChatEncoder):
     def piece(self, number: int, token: Token) -> bytes:
         """Return the events of a token. Its log-probabilities are stored, because the last events repeat them."""
         self.keep_logprobs(number, token)
-        return self._part_events(self._parser.push(token.text))
+        return self._part_events(self._push(number, token))
 
     def last(self, number: int, finished: Finished) -> bytes:
         """Return the events that end the last item."""
         self._finished = finished
-        events = self._part_events(self._parser.finish())
+        events = self._part_events(self._parser(number).finish())
         if not self._items:
-            events += self._added(Item())
-        return events + self._item_done(self._end(finished, complete=self._parser.complete))
+            events += self._added(Item(TEXT_ITEM))
+        return events + self._item_done(self._last_status(finished, complete=self._parser(number).complete))
 
     def usage_chunk(self, total: dict[str, Any]) -> bytes:
         assert self._finished is not None
@@ -116,22 +121,24 @@ class ResponsesEncoder(ChatEncoder):
 
     def _events_of(self, part: Part) -> Iterable[bytes]:
         if isinstance(part, CallStart):
-            if self._items:
-                yield self._item_done(COMPLETED)
-            yield self._added(Item((self._call_id(), part.name)))
-        elif isinstance(part, Arguments):
-            self._items[-1].pieces.append(part.text)
-            yield self._typed_event("response.function_call_arguments.delta", **self._item_position, delta=part.text)
-        else:
-            if not self._items:
-                yield self._added(Item())
-            self._items[-1].pieces.append(part.text)
+            yield from self._begun(Item(CALL_ITEM, (self._new_call_id(), part.name)))
+            return
+        kind = REASONING_ITEM if isinstance(part, Reasoning) else TEXT_ITEM
+        if not isinstance(part, Arguments) and (not self._items or self._items[-1].kind is not kind):
+            yield from self._begun(Item(kind))
+        item, extra = self._items[-1], dict[str, Any]()
+        item.pieces.append(part.text)
+        if isinstance(part, Content):
             self._text_characters += len(part.text)
             logprobs = self._text_logprobs()
             new, self._sent_logprobs = logprobs[self._sent_logprobs :], len(logprobs)
-            yield self._typed_event(
-                "response.output_text.delta", **self._part_position, delta=part.text, logprobs=self._decoded(new)
-            )
+            extra["logprobs"] = self._decoded(new)
+        yield self._typed_event(f"{item.kind.events}.delta", **self._position, delta=part.text, **extra)
+
+    def _begun(self, item: Item) -> Iterable[bytes]:
+        if self._items:
+            yield self._item_done(COMPLETED)
+        yield self._added(item)
 
     def _added(self, item: Item) -> bytes:
         self._items.append(item)
@@ -140,64 +147,59 @@ class ResponsesEncoder(ChatEncoder):
         )
         if item.call is not None:
             return added
-        return added + self._typed_event("response.content_part.added", **self._part_position, part=self._part("", []))
+        part = self._part(item, "", [])
+        return added + self._typed_event("response.content_part.added", **self._position, part=part)
 
     def _item_done(self, status: str) -> bytes:
         item = self._items[-1]
         item.status = status
-        if item.call is None:
-            logprobs = self._decoded(self._text_logprobs())
-            part = self._part(item.text, logprobs)
-            done = self._typed_event(
-                "response.output_text.done", **self._part_position, text=item.text, logprobs=logprobs
-            ) + self._typed_event("response.content_part.done", **self._part_position, part=part)
+        name = f"{item.kind.events}.done"
+        if item.call is not None:
+            done = self._typed_event(name, **self._position, name=item.call[1], arguments=item.text)
         else:
-            done = self._typed_event(
-                "response.function_call_arguments.done",
-                **self._item_position,
-                name=item.call[1],
-                arguments=item.text,
-            )
+            logprobs = self._decoded(self._text_logprobs())
+            extra = {"logprobs": logprobs} if item.kind is TEXT_ITEM else {}
+            part = self._part(item, item.text, logprobs)
+            done = self._typed_event(name, **self._position, text=item.text, **extra)
+            done += self._typed_event("response.content_part.done", **self._position, part=part)
         index = len(self._items) - 1
         return done + self._typed_event("response.output_item.done", output_index=index, item=self._output(item))
 
-    def _end(self, finished: Finished, *, complete: bool) -> str:
-        """Complete the last item and return its status.
+    def _last_status(self, finished: Finished, *, complete: bool) -> str:
+        """Return the status of the last item.
 
         complete: True if its call has all arguments
         """
-        item = self._items[-1]
-        if item.call is not None:
+        if self._items[-1].kind is CALL_ITEM:
             return COMPLETED if complete else INCOMPLETE
-        item.pieces, self._text_characters = [finished.text], len(finished.text) + 1  # one more: include all ratings
+        self._text_characters = len(finished.text) + 1  # one more: include all ratings
         return _status(finished)
-
-    def _call_id(self) -> str:
-        assert self._calls is not None
-        return new_call_id(self._calls)
 
     def _typed_event(self, name: str, /, **fields: Any) -> bytes:
         self._events += 1
         return typed_event(name, sequence_number=self._events - 1, **fields)
 
     @property
-    def _item_position(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
-
-    @property
-    def _part_position(self) -> dict[str, Any]:
-        return {**self._item_position, "content_index": 0}
+    def _position(self) -> dict[str, Any]:
+        """Return where the last item, or its only part, is in the response."""
+        position = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
+        return position if self._items[-1].call is not None else position | {"content_index": 0}
 
     # ---- in one piece ----------------------------------------------------------------------------------------
     def whole(self, sent: Sequence[tuple[int, Finished]], total: dict[str, Any]) -> bytes:
         ((_, finished),) = sent
-        text, calls, complete = parse_answer(finished.text, self._calls, before=self._may_have_text)
-        self._text_characters = len(text)
-        if text or not calls:
-            self._items.append(Item(None, [text], COMPLETED))
-        for call in calls:
-            self._items.append(Item((self._call_id(), call.name), [call.arguments], COMPLETED))
-        self._items[-1].status = self._end(finished, complete=complete)
+        parts, complete = parts_of(finished.text, self._answer)
+        for part in parts:
+            if isinstance(part, CallStart):
+                self._items.append(Item(CALL_ITEM, (self._new_call_id(), part.name), [], COMPLETED))
+            elif isinstance(part, Arguments):
+                self._items[-1].pieces.append(part.text)
+            else:
+                kind = REASONING_ITEM if isinstance(part, Reasoning) else TEXT_ITEM
+                self._items.append(Item(kind, None, [part.text], COMPLETED))
+                self._text_characters += len(part.text) * (kind is TEXT_ITEM)
+        self._items = self._items or [Item(TEXT_ITEM)]
+        self._items[-1].status = self._last_status(finished, complete=complete)
         return json.dumps(self._whole(finished, total)).encode()
 
     def _whole(self, finished: Finished, total: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +207,7 @@ class ResponsesEncoder(ChatEncoder):
             "input_tokens": total["prompt_tokens"],
             "input_tokens_details": total["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": total["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": total["total_tokens"],
         }
         response = self._response(_status(finished), [self._output(item) for item in self._items], usage)
@@ -226,20 +228,31 @@ class ResponsesEncoder(ChatEncoder):
         }
 
     def _output(self, item: Item) -> dict[str, Any]:
-        return item.as_json([self._part(item.text, self._decoded(self._text_logprobs()))])
+        return item.as_json([self._part(item, item.text, self._decoded(self._text_logprobs()))])
 
-    def _part(self, text: str, logprobs: list[Any]) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    def _part(self, item: Item, text: str, logprobs: list[Any]) -> dict[str, Any]:
+        part = {"type": item.kind.part, "text": text}
+        return part | {"annotations": [], "logprobs": logprobs} if item.kind is TEXT_ITEM else part
 
     # ---- logprobs ---------------------------------------------------------------------------------------------
+    def _push(self, number: int, token: Token) -> list[Part]:
+        parts = super()._push(number, token)
+        if self._first_text_token is None and any(isinstance(part, Content) for part in parts):
+            self._first_text_token = max(0, len(self._token_offsets) - 1)
+        return parts
+
     def _text_offset(self, number: int, token: Token) -> int:
         self._token_offsets.append(super()._text_offset(number, token))
         return self._token_offsets[-1]
 
     def _text_logprobs(self) -> list[tuple[str, ...]]:
-        """Return the log-probabilities of the text's tokens; a response cannot contain those of calls."""
-        stored = self._logprobs.get(0, [])
-        return stored[: bisect.bisect_left(self._token_offsets, self._text_characters)]
+        """Return the log-probabilities of the text's tokens; a response cannot contain those of other items. Behind
+        reasoning they begin with the first token that shows text."""
+        stored, first = self._logprobs.get(0, []), self._first_text_token
+        if first is None or not stored:
+            return []
+        end = self._token_offsets[first] + self._text_characters
+        return stored[first : bisect.bisect_left(self._token_offsets, end)]
 
     def _decoded(self, logprobs: Sequence[tuple[str, ...]]) -> list[Any]:
         return [json.loads(encoded) for (encoded,) in logprobs] if self._with_logprobs else []

@@ -81,10 +81,18 @@ class ResultItem(Lenient):
     output: Content = Field(description="The result as text, a string or in parts.")
 
 
+class ReasoningPart(Lenient):
+    """A part of reasoning."""
+
+    type: Literal["reasoning_text"] = Field("reasoning_text", description="The type of the part.")
+    text: str = Field(description="The text of the part.")
+
+
 class ReasoningItem(Lenient):
-    """Reasoning of another model. It is ignored, because no model here was trained to read it."""
+    """Reasoning of an earlier answer. It belongs to the answer or the calls after it; summaries are ignored."""
 
     type: Literal["reasoning"] = Field(description="This item is `reasoning`.")
+    content: list[ReasoningPart] = Field(default=[], description="The reasoning, in parts.")
 
 
 READ_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -124,13 +132,20 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Translate items to the messages of a chat request. Raises ApiError if a result belongs to no call before it."""
     messages: list[dict[str, Any]] = []
     called = set[str]()
+    reasoning: dict[str, str] = {}  # the field of the next answer
     for number, item in enumerate(items):
-        if isinstance(item, MessageItem):
-            messages.append({"role": item.role, "content": _text(item.content)})
+        if isinstance(item, ReasoningItem):
+            text = "".join(part.text for part in item.content)
+            reasoning = {"reasoning_content": reasoning.get("reasoning_content", "") + text} if text else reasoning
+        elif isinstance(item, MessageItem):
+            thought = reasoning if item.role == "assistant" else {}
+            messages.append({"role": item.role, "content": _text(item.content), **thought})
+            reasoning = {}
         elif isinstance(item, CallItem):
             called.add(item.call_id)
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant"})
+            if not messages or messages[-1]["role"] != "assistant" or reasoning:
+                messages.append({"role": "assistant", **reasoning})
+                reasoning = {}
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)

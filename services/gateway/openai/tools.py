@@ -2,7 +2,7 @@
 
 `Offer.of` evaluates `tools`, `tool_choice` and `parallel_tool_calls`. `PromptWriter.write_prompt` writes the offer into
 the prompt and returns the call format of the model's template. `Offer.calls` combines both into the grammar that
-`Generate` carries, and `answer_calls.CallParser` finds the calls in the completion.
+`Generate` carries, and answers/call_parser.py finds the calls in the completion.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.request import Calls
 from neuronpipe.protocol.messages.request import Function as CallableFunction
+from neuronpipe.services.gateway.answers.thinking_format import Begin, ThinkingFormat
 from neuronpipe.services.gateway.http.schema_base import ALLOWED, FUNCTION, MODE, RequestModel, conflict, union_of
 from neuronpipe.services.gateway.templates.call_format import CallFormat
 from pydantic import ConfigDict, Field, StringConstraints, Tag
@@ -174,8 +175,16 @@ class Offer:
             for function in self.functions
         ]
 
-    def calls(self, form: CallFormat) -> Calls:
-        """Return the field `calls` of the message `Generate`, for calls in this format."""
+    def schemas(self) -> dict[str, Any]:
+        """Return the JSON schemas of arguments by the name of the function."""
+        return {function.name: function.parameters for function in self.functions}
+
+    def calls(self, form: CallFormat, thinking: ThinkingFormat | None = None, *, begins: Begin = "content") -> Calls:
+        """Return the field `calls` of the message `Generate`, for calls in this format.
+
+        thinking: the format of what may come before text and calls; None if nothing may
+        begins: where the completion begins, in a completion with thinking
+        """
         functions = tuple(
             CallableFunction(
                 name=function.name, arguments=json.dumps(function.parameters), strict=bool(function.strict)
@@ -191,4 +200,10 @@ class Offer:
             marker=form.marker,
             text=not self.required,
             most=MAX_CALLS if self.several and form.next else 1,
+            parameter_before=form.parameter_before,
+            parameter_between=form.parameter_between,
+            parameter_after=form.parameter_after,
+            opening="" if thinking is None else thinking.answer,
+            thoughts=() if thinking is None else thinking.thoughts(begins),
+            in_thought=thinking is not None and begins == "reasoning",
         )

@@ -2,8 +2,9 @@
 
 A template that supports tools is given a conversation in which a function with an unusual name was called with unusual
 arguments. The text around these two in the output is the format. This needs no list of models, and it asks of a model
-what it was trained on. Only formats whose messages have headers are known by name (answers/thinking_format.py). Templates also differ in what they accept: arguments as an object or as a string, and null or an
-empty string as the content of a message that consists of calls. The first combination that works is used.
+what it was trained on; only models whose messages have headers are known (answers/thinking_format.py). Templates also
+differ in what they accept: arguments as an object or as a string, and null or an empty string as the content of a
+message that consists of calls. The first combination that works is used.
 """
 
 from __future__ import annotations
@@ -150,9 +151,14 @@ class _CallTexts:
         marker = tag[0] if tag else "" if before[0] in "{[" else before
         if 0 < len(marker) < MIN_MARKER_CHARACTERS:
             return None
-        texts = {"before": before, "between": between, "after": after}
-        texts = {name: _without_ids(text) for name, text in texts.items()}
-        return dataclasses.replace(self._input_form, **texts, marker=marker, own_ids=_IDS[0] in self.one)
+        return dataclasses.replace(
+            self._input_form,
+            before=_without_ids(before),
+            between=_without_ids(between),
+            after=_without_ids(after),
+            marker=marker,
+            own_ids=_IDS[0] in self.one,
+        )
 
     def next(self, arguments_end: int) -> str:
         """Return the text between the arguments of a call and the next name; empty if there is no second call.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
-
 ARGUMENTS = {"qzxone": 7131, "qzxtwo": 7132}
 
 

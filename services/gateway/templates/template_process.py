@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -75,7 +76,15 @@ def write(template: Template, job: PromptJob) -> WrittenPrompt:
         template_format = template_format or probe_format(template).form
         calls = DEFAULT if job.marked and not template_format.marker else template_format
     configured = template.with_settings(job.settings, begins_answer=job.begins_answer)
-    return WrittenPrompt(_text(configured, calls, job), calls, template_format)
+    try:
+        text = _text(configured, calls, job)
+    except Refused:
+        # gpt-oss's template refuses a call with both text and reasoning, though the model writes both.
+        turns = [turn._replace(reasoning="") if turn.calls and turn.text else turn for turn in job.turns]
+        if turns == job.turns:
+            raise
+        text = _text(configured, calls, dataclasses.replace(job, turns=turns))
+    return WrittenPrompt(text, calls, template_format)
 
 
 def _text(template: Template, form: CallFormat, job: PromptJob) -> str:
