@@ -18,7 +18,11 @@ from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
 LIVE_EVERY_S = 0.05
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
-# What an answer is made of: a piece of text, something to wait for, or the trouble that ends it.
+class Thought(str):
+    """A piece of what the model thinks before it answers."""
+
+
+# What an answer is made of: a piece of text or thought, something to wait for, or the trouble that ends it.
 Reply = Sequence[str | threading.Event | ApiError]
 
 
@@ -120,7 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin("text/event-stream")
         for part in reply:
             if isinstance(part, str):
-                self._event({"choices": [{"index": 0, "delta": {"content": part}, "finish_reason": None}]})
+                delta = {"reasoning_content" if isinstance(part, Thought) else "content": part}
+                self._event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
             elif isinstance(part, ApiError):
                 self._event(json.loads(part.body()))
                 return

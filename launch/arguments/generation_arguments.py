@@ -34,6 +34,16 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser)
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    add_thinking_argument(parser)
+
+
+def add_thinking_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare --hide-thinking."""
+    parser.add_argument(
+        "--hide-thinking",
+        action="store_true",
+        help="do not show what the model thinks before it answers; it is dimmed, and never goes into a pipe",
+    )
 
 
 def add_sampling_arguments(
@@ -125,6 +135,7 @@ def generation_options(arguments: argparse.Namespace) -> GenerationOptions:
         system=arguments.system,
         raw=arguments.raw,
         as_json=arguments.json,
+        hides_thinking=arguments.hide_thinking,
         sampling=sampling_options(arguments),
     )
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from neuronpipe.launch.chat.lines import FENCE, Lines
 from neuronpipe.launch.chat.options import OPTIONS, list_options, reset_option, set_option, show_option
 from neuronpipe.launch.client import Client, Declined
-from neuronpipe.launch.generation.conversation import Conversation
+from neuronpipe.launch.generation.conversation import Conversation, Prompt
+from neuronpipe.launch.generation.shown_answer import ShownAnswer
 from neuronpipe.launch.generation.stream import stream
 from neuronpipe.launch.generation.terminal import AnswerOutput
 from neuronpipe.launch.progress import note_output
@@ -45,13 +46,20 @@ class Chat:
 
     request: the sampling options; its prompt is replaced
     notify: called with lines for the user that are not answers
+    hides_thinking: whether reasoning is not shown
     """
 
     def __init__(
-        self, client: Client, conversation: Conversation, request: Generate, notify: Callable[[str], None]
+        self,
+        client: Client,
+        conversation: Conversation,
+        request: Generate,
+        notify: Callable[[str], None],
+        *,
+        hides_thinking: bool = False,
     ) -> None:
         self._client, self._conversation, self._request, self._notify = client, conversation, request, notify
-        self._initial_request = request
+        self._initial_request, self._hides_thinking = request, hides_thinking
         self._requests_sent = 0
         self._saved: set[Path] = set()
         self._lines = Lines(WORDS, {"/set": OPTIONS, "/unset": OPTIONS})
@@ -194,45 +202,51 @@ class Chat:
         answer = ""
         try:
             try:
-                prompt = self._conversation.prompt()
+                prompt = self._conversation.prompt(may_think=self._request.grammar is None)
             except UserError as error:
                 raise Declined(str(error)) from None
-            answer = self._stream_answer(prompt.text, prompt.frame)
+            answer = self._stream_answer(prompt)
         finally:
             if answer:
                 turns.append(("assistant", answer))
             else:
                 turns.pop()
 
-    def _stream_answer(self, prompt: str, frame: bool) -> str:
-        """Return the answer, or the part that came before Ctrl-C."""
+    def _stream_answer(self, prompt: Prompt) -> str:
+        """Return the answer without reasoning, or the part that came before Ctrl-C."""
         self._requests_sent += 1
-        request = dataclasses.replace(self._request, request=str(self._requests_sent), prompt=prompt, frame=frame)
-        answer, finished, output = "", None, AnswerOutput()
+        request = prompt.of(dataclasses.replace(self._request, request=str(self._requests_sent)))
+        shown, finished = ShownAnswer(prompt.form, AnswerOutput(), hides_thinking=self._hides_thinking), None
         try:
             for message in stream(self._client, request):
                 if isinstance(message, Finished):
                     finished = message
                 else:
-                    answer += message.text
-                    output.write(message.text)
+                    shown.add(message.text)
         except KeyboardInterrupt as interrupt:
             # Sent here as well: the interrupt may have come while a token was shown, outside of the client.
             self._client.send(Cancel(request=request.request))
             if type(interrupt) is not KeyboardInterrupt:
                 raise
         finally:
-            if answer:
+            shown.finish()
+            if shown.shows_anything:
                 print("\n" if self._lines.is_interactive else "", flush=True)
+        self._notify_end(finished, shown)
+        return shown.text
+
+    def _notify_end(self, finished: Finished | None, shown: ShownAnswer) -> None:
+        """Notify of an answer that did not end by itself, or has no text."""
+        answer = shown.text
         if finished is None:
-            self._notify("stopped" if answer else "stopped before the first token: your message is removed")
+            before = "the answer" if shown.reasoning else "the first token"
+            self._notify("stopped" if answer else f"stopped before {before}: your message is removed")
         elif finished.reason == "context":
             self._notify("the context is full; /clear begins a new conversation")
         elif finished.reason == "length" and self._conversation.has_roles:
             self._notify(f"ended after {finished.tokens} tokens, the limit of -n; /set max_tokens N changes it")
         elif not answer:
             self._notify("the answer is empty: your message is removed")
-        return answer
 
 
 def _unknown(command: str) -> str:

@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from neuronpipe.launch.client import Client, show_warm_up
 from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.generation.shown_answer import ShownAnswer
 from neuronpipe.launch.generation.stream import stream
 from neuronpipe.launch.generation.terminal import AnswerOutput
 from neuronpipe.launch.progress import SILENT_S
@@ -18,6 +19,9 @@ from neuronpipe.plans.number_format import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Finished, Status, Token, WarmUp
 from neuronpipe.protocol.messages.request import Generate
+
+if TYPE_CHECKING:
+    from neuronpipe.services.gateway.answers.answer_format import AnswerFormat
 
 
 def generate(
@@ -27,12 +31,16 @@ def generate(
     as_json: bool,
     extra_fields: Mapping[str, Any] | None = None,
     run_stays: bool = False,
+    form: AnswerFormat | None = None,
+    hides_thinking: bool = False,
 ) -> None:
     """Stream the answer to a person, or print it as one JSON object.
 
     extra_fields: further fields of the JSON object
     run_stays: whether the run goes on after the request. A line on stderr then says that memory was still warming up,
         however short the request was; otherwise only after SILENT_S
+    form: the format of the completion; None if all of it is text
+    hides_thinking: whether reasoning is not shown
 
     Raises Declined if the run refuses the request, UserError if the run ends.
     """
@@ -45,7 +53,7 @@ def generate(
 
     # A prompt that the chat template has written is not for people.
     shown_prompt = (request.prompt or "") if request.frame else ""
-    with _Answer(shown_prompt, as_json, extra_fields or {}) as answer:
+    with _Answer(shown_prompt, as_json, extra_fields or {}, form, hides_thinking) as answer:
         for message in stream(client, request, note_warm_up, plain=as_json):
             if isinstance(message, Token):
                 answer.add(message)
@@ -67,31 +75,41 @@ class _Answer:
     The prompt is shown with the first token, so that a refused request shows nothing. An error begins on a new line.
     """
 
-    def __init__(self, prompt: str, as_json: bool, extra_fields: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        prompt: str,
+        as_json: bool,
+        extra_fields: Mapping[str, Any],
+        form: AnswerFormat | None,
+        hides_thinking: bool,
+    ) -> None:
         self._prompt, self._as_json, self._extra_fields = prompt, as_json, extra_fields
         self._output = AnswerOutput()
+        self._shown = ShownAnswer(form, None if as_json else self._output, hides_thinking=hides_thinking)
         self._tokens: list[Token] = []
         self._has_open_line = False
 
     def add(self, token: Token) -> None:
         """Show one more token, or collect it for the JSON object."""
         self._tokens.append(token)
-        if not self._as_json:
-            self._show(token.text)
+        self._show_prompt()
+        self._shown.add(token.text)
 
     def finish(self, finished: Finished) -> None:
+        self._show_prompt()
+        self._shown.finish()
         if self._as_json:
-            print(json.dumps({**to_json(finished, self._tokens), **self._extra_fields}))
+            reasoning = {"reasoning": self._shown.reasoning} if self._shown.thinks else {}
+            fields = to_json(finished, self._tokens) | {"text": self._shown.text, **reasoning}
+            print(json.dumps({**fields, **self._extra_fields}))
             return
-        self._show("")
         self._end_line()
         print(_summary(finished), file=sys.stderr)
 
-    def _show(self, text: str) -> None:
-        if not self._has_open_line:
+    def _show_prompt(self) -> None:
+        if not self._has_open_line and not self._as_json:
             self._output.write_trusted(self._prompt)
-        self._output.write(text)
-        self._has_open_line = True
+            self._has_open_line = True
 
     def _end_line(self) -> None:
         if self._has_open_line:

@@ -51,10 +51,12 @@ class GenerationOptions:
     system: the system message, for a model with a chat template
     raw: whether to use the prompt as it is, without the chat template
     as_json: whether to print one JSON object instead of streaming
+    hides_thinking: whether to show only the answer, without the reasoning before it
     """
 
     prompt: str | None
     system: str | None
     raw: bool
     as_json: bool
+    hides_thinking: bool
     sampling: SamplingOptions

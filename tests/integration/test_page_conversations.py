@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from tests.browser import Page, needs_browser, new_tab, troubles
-from tests.page_server import PageServer, page_server
+from tests.page_server import PageServer, Thought, page_server
 
 BUSY = ApiError(429, "rate_limit_exceeded", "16 texts wait already", kind="rate_limit_error", retry_after_s=3)
 TURN = {"question": "q", "answer": "a", "note": "", "reason": "stop", "model": "a-model", "ended": True}
@@ -89,6 +89,47 @@ def test_an_answer_under_way_stays_over_a_reload_as_far_as_it_had_come(page: Pag
     assert page.answers == [("half an", "stopped")]
     talk(page, "go on")
     assert page.server.sent[1] == ["tell me", "half an ", "go on"]
+
+
+THOUGHT = "return document.querySelector('#messages .assistant:last-child .thought').{}"
+
+
+def thought(page: Page, part: str) -> object:
+    """What the last answer shows of the model's thoughts."""
+    return page.browser.execute_script(THOUGHT.format(part))
+
+
+def test_thinking_is_folded_above_the_answer_and_stays_over_a_reload(page: Page) -> None:
+    page.server.replies.append([Thought("Who "), Thought("is it?\n<b>Ada</b>"), page.server.ended, "Ada."])
+    page.send("who am I?")
+    assert page.eventually(lambda: thought(page, "querySelector('p').textContent") == "Who is it?\n<b>Ada</b>")
+    assert thought(page, "querySelector('summary').textContent") == "Thinking …"
+    assert thought(page, "open") is False
+    page.server.ended.set()
+    assert page.eventually(lambda: page.answers and is_done(page))
+    assert (texts(page), thought(page, "querySelector('summary').textContent")) == (["Ada."], "Thought")
+    page.open()
+    assert (texts(page), thought(page, "textContent")) == (["Ada."], "ThoughtWho is it?\n<b>Ada</b>")
+    page.server.ended.clear()
+    talk(page, "sure?")
+    assert thought(page, "hidden") is True
+    assert page.server.sent[1] == ["who am I?", "Ada.", "sure?"]
+    assert all("reasoning_content" not in message for message in page.server.asked[1]["messages"])
+
+
+def test_thinking_that_was_stopped_is_continued(page: Page) -> None:
+    page.server.replies.append([Thought("Who "), page.server.ended])
+    page.send("who am I?")
+    assert page.eventually(lambda: thought(page, "querySelector('p').textContent") == "Who ")
+    page["stop"].click()
+    assert page.eventually(lambda: "continue" in page.offers())
+    page.server.replies.append([Thought("knows"), "Ada."])
+    page.act("continue")
+    assert page.eventually(lambda: is_done(page))
+    begun = {"role": "assistant", "content": "", "reasoning_content": "Who "}
+    assert page.server.asked[1]["messages"][-1] == begun
+    assert page.server.asked[1]["continue_final_message"] is True
+    assert (texts(page), thought(page, "querySelector('p').textContent")) == (["Ada."], "Who knows")
 
 
 def test_what_does_not_fit_the_context_stays_left_out_over_a_reload(browser: webdriver.Chrome) -> None:

@@ -32,14 +32,14 @@ def with_template(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def test_a_prompt_is_the_first_message_where_the_package_has_a_template(with_template: Package) -> None:
-    asked = with_chat_template(ASK, with_template, None)
+    asked, _ = with_chat_template(ASK, with_template, None)
     assert (asked.prompt, asked.frame) == ("[user]hello[assistant]", False)
-    told = with_chat_template(ASK, with_template, "Be brief.")
+    told, _ = with_chat_template(ASK, with_template, "Be brief.")
     assert told.prompt == "[system]Be brief.[user]hello[assistant]"
 
 
 def test_to_a_base_model_a_prompt_goes_as_it_stands() -> None:
-    assert with_chat_template(ASK, Package.open(DEMO), None) == ASK
+    assert with_chat_template(ASK, Package.open(DEMO), None) == (ASK, None)
     with pytest.raises(UserError, match=NO_ROLES):
         with_chat_template(ASK, Package.open(DEMO), "Be brief.")
 
@@ -50,7 +50,7 @@ def test_a_base_model_continues_its_own_answers() -> None:
     talk.turns += [("user", "def f(x):"), ("assistant", "\n    return x")]
     first = talk.prompt().text
     talk.turns.append(("user", "def g(x):"))
-    assert talk.prompt() == (f"{first}\ndef g(x):", True)
+    assert talk.prompt() == (f"{first}\ndef g(x):", True, None)
 
 
 def test_what_the_model_is_told_before_can_be_taken_back(with_template: Package) -> None:

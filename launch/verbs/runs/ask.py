@@ -31,10 +31,18 @@ def main(arguments: argparse.Namespace) -> int:
     options = generation.generation_options(arguments)
     request = options.sampling.request(checked_prompt(options.prompt, None))
     directory, run_file = RunDirectory.find(arguments.run) if package is None else _run_of(package)
+    form = None
     if not options.raw:
-        request = with_chat_template(request, _open_package(run_file), options.system)
+        request, form = with_chat_template(request, _open_package(run_file), options.system)
     with attach(directory.path) as client:
-        generate(client, request, as_json=options.as_json, run_stays=True)
+        generate(
+            client,
+            request,
+            as_json=options.as_json,
+            run_stays=True,
+            form=form,
+            hides_thinking=options.hides_thinking,
+        )
     return 0
 
 

@@ -15,6 +15,7 @@ from neuronpipe.launch.arguments import plan_arguments as planning
 from neuronpipe.launch.arguments.generation_arguments import (
     DEFAULT_MAX_TOKENS,
     add_sampling_arguments,
+    add_thinking_argument,
     sampling_options,
 )
 from neuronpipe.launch.catalog.offer import demo_notice, package_or_offer
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default_shown=f"as many as fit the context; {DEFAULT_MAX_TOKENS} for a base model",
         has_logprobs=False,
     )
+    add_thinking_argument(parser)
     planning.add_plan_arguments(parser)
     add_use_argument(parser)
     parser.add_argument(
@@ -71,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
             _notify("this is a base model: it continues your text and does not answer questions")
         if not is_joined and arguments.package is DEMO and package.path == DEMO:
             _notify(demo_notice(plan_options))
-        Chat(client, conversation, options.request(""), _notify).run()
+        Chat(client, conversation, options.request(""), _notify, hides_thinking=arguments.hide_thinking).run()
     return 0
 
 

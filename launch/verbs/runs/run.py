@@ -56,8 +56,9 @@ def main(arguments: argparse.Namespace) -> int:
     request = options.sampling.request(checked_prompt(options.prompt, path))
     measurements: list[str] = []  # printed last: first comes the answer
     package, plan = package_and_plan(path, plan_options, plain=options.as_json, report=measurements.append)
+    form = None
     if not options.raw:
-        request = with_chat_template(request, package, options.system)
+        request, form = with_chat_template(request, package, options.system)
     uses = implementations(arguments.use, plan)
     thresholds = package.manifest.silent if plan.compute.mode == "thresholded" else None
     with (
@@ -65,7 +66,14 @@ def main(arguments: argparse.Namespace) -> int:
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         extra_fields = {} if thresholds is None else {"silent": asdict(thresholds)}
-        generate(client, request, as_json=options.as_json, extra_fields=extra_fields)
+        generate(
+            client,
+            request,
+            as_json=options.as_json,
+            extra_fields=extra_fields,
+            form=form,
+            hides_thinking=options.hides_thinking,
+        )
         accelerator_notice = _accelerator_notice(client, plan, live.directory.path)
     if not options.as_json:
         notices = [

@@ -16,6 +16,10 @@ Begin = Literal["start", "reasoning", "answer", "content"]
 """Where a completion begins: where reasoning may begin, or inside of it, because the prompt has begun it; or where the
 answer begins, because reasoning is turned off, or inside of its text, because the prompt has begun that."""
 
+OFF = {"enable_thinking": False, "thinking": False}
+ON = dict.fromkeys(OFF, True)
+"""Variables of chat templates that turn thinking off or on, by the names that templates have for it."""
+
 
 @frozen(kw_only=True)
 class ThinkingFormat:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.messages.request import MAX_TOKENS
+from neuronpipe.services.gateway.answers.thinking_format import ON
 from neuronpipe.services.gateway.anthropic.content_blocks import (
     MAX_BLOCKS,
     InputMessage,
@@ -39,7 +40,7 @@ from neuronpipe.services.gateway.openai.request_schema import (
     sampling_fields,
 )
 from neuronpipe.services.gateway.openai.responses_api import NamedSchema
-from neuronpipe.services.gateway.openai.thinking_options import EFFORT, NO_EFFORT, ON, Effort
+from neuronpipe.services.gateway.openai.thinking_options import EFFORT, NO_EFFORT, Effort
 from neuronpipe.services.gateway.openai.tools import MAX_CALLS, MAX_TOOLS, FunctionName
 from pydantic import Field, model_validator
 

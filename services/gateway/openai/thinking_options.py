@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from neuronpipe.services.gateway.answers.thinking_format import OFF, ON
 from neuronpipe.services.gateway.http.schema_base import RequestModel, conflict
 from pydantic import AfterValidator, Field, StringConstraints
 
@@ -14,8 +15,6 @@ EFFORT = (
     "How long the model thinks, such as `low`, `medium` or `high`: the chat template gets it as `reasoning_effort`. "
     "`none` turns thinking off. A completion that follows a grammar never begins with thinking."
 )
-OFF = {"enable_thinking": False, "thinking": False}  # the names that templates have for it
-ON = dict.fromkeys(OFF, True)
 SET_BY_SERVER = {
     "messages": "messages",
     "tools": "tools",

@@ -71,9 +71,11 @@ export async function answer(conversation, turn, chosen, signal, came, prepared)
       conversation.counted(sent, event.usage.prompt_tokens);
     }
     for (const choice of event.choices) {
-      if (choice.delta?.content) {
+      const { content = "", reasoning_content: thought = "" } = choice.delta ?? {};
+      if (content || thought) {
         first ||= performance.now();
-        turn.answer += choice.delta.content;
+        turn.answer += content ?? "";
+        turn.thought += thought ?? "";
         came();
       }
       reason = choice.finish_reason || reason;

@@ -8,8 +8,8 @@ const VERSION = 2; // of the stored form
 const TEXTS = ["question", "answer", "note", "reason", "model"];
 
 export class Conversation {
-  // { question, answer, note, reason, tokens, model, chat, ended, failed, view }. reason: why the answer has ended,
-  // "stop", "length" or "stopped". model: the name of the model that answers; chat: true if it was trained for chat.
+  // { question, thought, answer, note, reason, tokens, model, chat, ended, failed, view }. reason: why the answer has ended,
+  // "stop", "length" or "stopped". thought: what the model thought before the answer. model: the name of the model that answers; chat: true if it was trained for chat.
   // failed: true if an error occurred, which the note describes. view: the object that displays the turn.
   turns = [];
   leftOut = 0; // number of oldest turns that are no longer sent
@@ -30,7 +30,7 @@ export class Conversation {
   }
 
   ask(question, now = Date.now()) {
-    const turn = { question, answer: "", note: "", reason: "", tokens: 0, model: "", chat: false, ended: false, failed: false, view: null };
+    const turn = { question, thought: "", answer: "", note: "", reason: "", tokens: 0, model: "", chat: false, ended: false, failed: false, view: null };
     this.turns.push(turn);
     this.changed = now;
     return turn;
@@ -56,12 +56,13 @@ export class Conversation {
     return same;
   }
 
-  // Returns the messages to send. If the last message is an answer, it is to be continued.
+  // Returns the messages to send. If the last message is an answer, it is to be continued, with the thought before it.
   sent(system) {
     const messages = system ? [{ role: "system", content: system }] : [];
-    for (const { question, answer, ended } of this.turns.slice(this.leftOut)) {
+    for (const { question, thought, answer, ended } of this.turns.slice(this.leftOut)) {
       messages.push({ role: "user", content: question });
-      if (ended || answer) messages.push({ role: "assistant", content: answer });
+      if (ended || answer || thought) messages.push({ role: "assistant", content: answer });
+      if (!ended && thought) messages.at(-1).reasoning_content = thought;
     }
     return messages;
   }
@@ -99,8 +100,8 @@ export class Conversation {
   static from(id, kept) {
     if (kept?.version !== VERSION || !Array.isArray(kept.turns) || !kept.turns.length || !kept.turns.every(isTurn)) return null;
     const conversation = new Conversation(id);
-    conversation.turns = kept.turns.map(({ question, answer, note, reason, tokens, model, chat, ended }) => {
-      const turn = { question, answer, note, reason, tokens: Number(tokens) || 0, model, chat: chat === true };
+    conversation.turns = kept.turns.map(({ question, thought, answer, note, reason, tokens, model, chat, ended }) => {
+      const turn = { question, thought: String(thought ?? ""), answer, note, reason, tokens: Number(tokens) || 0, model, chat: chat === true };
       return { ...turn, ...(ended ? {} : { note: "stopped", reason: "stopped" }), ended: true, failed: false, view: null };
     });
     const { title, changed, leftOut, tokensPerCharacter } = kept;
@@ -113,4 +114,5 @@ export class Conversation {
 }
 
 const isTurn = (one) => TEXTS.every((name) => typeof one?.[name] === "string");
-const characters = (messages) => messages.reduce((sum, { content }) => sum + content.length, 0);
+const characters = (messages) =>
+  messages.reduce((sum, { content, reasoning_content: thought = "" }) => sum + content.length + thought.length, 0);

@@ -53,7 +53,7 @@ class TurnView {
     this.#turn = turn;
     this.question = item("user", turn, make("pre", "body", turn.question), action("edit", "Edit"));
     this.answer = item(
-      "assistant", turn, make("p", "about"), make("pre", "body"),
+      "assistant", turn, make("p", "about"), thought(), make("pre", "body"),
       make("small", "note"), action("copy", "Copy"), action("regenerate", "Regenerate"), action("continue", "Continue"),
     );
     this.draw();
@@ -69,7 +69,7 @@ class TurnView {
     cancelAnimationFrame(this.#drawing);
     this.#drawing = 0;
     const followed = follows();
-    const { answer, note, chat, ended, failed } = this.#turn;
+    const { thought, answer, note, chat, ended, failed } = this.#turn;
     for (const one of [this.question, this.answer]) one.classList.toggle("chat", chat);
     const text = answer.replace(/^\n+/, "");
     if (chat && !this.#prose) {
@@ -79,10 +79,19 @@ class TurnView {
     }
     if (this.#prose) this.#prose.update(text);
     else this.answer.querySelector(".body").textContent = text;
+    this.#drawThought(thought, !answer && !ended);
     this.answer.querySelector(".note").textContent = note;
     this.answer.classList.toggle("working", !ended);
     this.answer.classList.toggle("failed", failed);
     if (followed) scroll();
+  }
+
+  // Draws what the model thinks, which stays folded until it is opened.
+  #drawThought(text, thinks) {
+    const details = this.answer.querySelector(".thought");
+    details.hidden = !text;
+    details.querySelector("summary").textContent = thinks ? "Thinking …" : "Thought";
+    details.querySelector("p").textContent = text;
   }
 
   // Describes the model above its first answer.
@@ -94,12 +103,12 @@ class TurnView {
 
   // Shows the usable buttons. busy: an answer is under way; last: this is the last turn.
   offer(busy, last) {
-    const { answer, ended, failed, reason } = this.#turn;
+    const { thought, answer, ended, failed, reason } = this.#turn;
     const possible = {
       edit: !busy && (last || !failed),
       copy: ended && answer,
       regenerate: !busy && last && ended,
-      continue: !busy && last && answer && ["length", "stopped"].includes(reason),
+      continue: !busy && last && (answer || thought) && ["length", "stopped"].includes(reason),
     };
     for (const [name, is] of Object.entries(possible)) {
       for (const one of [this.question, this.answer]) {
@@ -151,10 +160,16 @@ class TurnView {
 function item(role, turn, ...parts) {
   const item = make("li", role);
   const foot = make("div", "foot");
-  for (const part of parts) (part.matches(".about, .body") ? item : foot).append(part);
+  for (const part of parts) (part.matches(".about, .thought, .body") ? item : foot).append(part);
   item.append(foot);
   turns.set(item, turn);
   return item;
+}
+
+function thought() {
+  const details = Object.assign(make("details", "thought"), { hidden: true });
+  details.append(make("summary"), make("p"));
+  return details;
 }
 
 function action(name, label) {
@@ -163,6 +178,6 @@ function action(name, label) {
   return button;
 }
 
-function make(tag, className, textContent = "") {
+function make(tag, className = "", textContent = "") {
   return Object.assign(document.createElement(tag), { className, textContent });
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from neuronpipe.services.gateway.templates.messages import ChatTurn
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
     from neuronpipe.plans.convert.chat_template import ChatTemplate, TemplateFacts
 
 
-def write_prompt(source: TemplateSource, messages: list[dict[str, str]]) -> str:
+def write_prompt(
+    source: TemplateSource, messages: list[dict[str, str]], settings: Mapping[str, bool] | None = None
+) -> str:
     """Write messages, objects with role and content, as a prompt.
+
+    settings: variables of the template's own
 
     Raises Refused, and TemplateError, which names the limit that the template has reached.
     """
     turns = [ChatTurn(message["role"], message["content"]) for message in messages]
-    return WrittenPrompt.decoded(_answer(PromptJob(source=source, turns=turns).encoded())).text
+    return WrittenPrompt.decoded(_answer(PromptJob(source=source, turns=turns, settings=settings or {}).encoded())).text
 
 
 def examine_template(template: ChatTemplate) -> TemplateFacts:
