@@ -18,6 +18,7 @@ from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
 LIVE_EVERY_S = 0.05
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
+
 class Thought(str):
     """A piece of what the model thinks before it answers."""
 
