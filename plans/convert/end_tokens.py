@@ -15,6 +15,9 @@ from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 
 CLOSES = "the chat template closes turns with it"
+CHANNEL, MESSAGE_END = "<|channel|>", "<|end|>"
+CHANNEL_ENDS = {"<|return|>": "it ends an answer in channels", "<|call|>": "it ends a call in channels"}
+"""In OpenAI's harmony format an answer consists of several messages: the end of one of them does not end the answer."""
 
 
 class EndToken(NamedTuple):
@@ -55,6 +58,9 @@ def end_tokens(
     if closes := [text for text in whole if text and closing.startswith(text)]:
         text = max(closes, key=len)
         ends.append(EndToken(whole[text], text, CLOSES))
+    if {CHANNEL, MESSAGE_END, *CHANNEL_ENDS} <= whole.keys():
+        ends = [end for end in ends if end.token != whole[MESSAGE_END]]
+        ends += [EndToken(whole[text], text, why) for text, why in CHANNEL_ENDS.items()]
     first: dict[int, EndToken] = {}
     for end in ends:
         first.setdefault(end.token, end)

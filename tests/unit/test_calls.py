@@ -8,13 +8,15 @@ import random
 from pathlib import Path
 
 import pytest
-from neuronpipe.protocol.messages.request import Calls, Function
+from neuronpipe.protocol.messages.request import Calls, Function, Thought
 from neuronpipe.services.coordinator.text.grammar import Grammar, GrammarError, Grammars
 from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer, TextStream
+from neuronpipe.services.gateway.answers.thinking_format import HARMONY
 from neuronpipe.services.gateway.templates.call_format import DEFAULT, CallFormat
+from neuronpipe.services.gateway.templates.format_probe import probe_format
 from tokenizers import AddedToken, Tokenizer
 
-from tests.unit.test_call_formats import BARE_FORM, LIST_FORM
+from tests.unit.test_call_formats import BARE_FORM, LINES, LIST_FORM, compiled
 
 pytest.importorskip("llguidance")
 PATH = Path(__file__).parents[2] / "plans/demo/package/tokenizer.json"
@@ -138,6 +140,104 @@ def test_a_special_token_that_marks_calls_is_shown(grammars: Grammars, tokenizer
         assert "".join(map(stream.push, tokens)) + stream.finish() == shown
 
 
+def test_reasoning_may_come_before_and_is_not_searched_for_calls(said) -> None:  # type: ignore[no-untyped-def]
+    thinking = dataclasses.replace(BLOCKS, thoughts=(Thought(before="<think>", after="</think>"),))
+    for text in ("", "Hi", "<thin", ROME, f"<think>\na <tool_call> b</think>\n\n{ROME}", "<think></think>Hi"):
+        assert said(thinking, text) == "whole", text
+    assert said(thinking, "<think>I never end") == "open"
+    assert said(thinking, "<think>x</think><tool_call> is a tag") == "wrong"
+    begun = dataclasses.replace(thinking, in_thought=True)
+    assert said(begun, "") == said(begun, "a <tool_call> b") == "open"
+    assert said(begun, f"x</think>\n{ROME}") == said(begun, "x</think>Hi") == "whole"
+    required = dataclasses.replace(begun, text=False, most=1)
+    assert said(required, "x</think>Hi") == "wrong"
+    assert said(required, f"x</think>{ROME}") == "over"
+
+
+def test_channels_come_in_their_order(tokenizer: FileTokenizer) -> None:
+    library = Tokenizer.from_file(str(PATH))
+    library.add_special_tokens([AddedToken(name, special=True) for name in HARMONY.tokens])
+    channels = FileTokenizer(library.to_str())
+    grammars, form = Grammars(channels, library.get_vocab_size(), [END]), HARMONY.calls
+    assert form is not None
+    calls = Calls(
+        functions=FUNCTIONS,
+        before=form.before,
+        between=form.between,
+        next=form.next,
+        after=form.after,
+        opening=HARMONY.answer,
+        thoughts=HARMONY.thoughts("start"),
+    )
+    assert {*grammars.marks(None, HARMONY.tokens).values()} == {*HARMONY.tokens}
+
+    def how(text: str) -> str:
+        one = grammars.start_calls(calls, None)
+        for token in channels.encode(text):
+            if not int.from_bytes(one.allowed, "little") >> token & 1:
+                return "wrong"
+            if one.take(token):
+                return "over"
+        return "whole" if int.from_bytes(one.allowed, "little") >> END & 1 else "open"
+
+    analysis = "<|channel|>analysis<|message|>Let me\nsee.<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}'
+    assert how("<|channel|>final<|message|>Hi") == how(f"{analysis}<|channel|>final<|message|>Hi") == "whole"
+    assert how(call) == how(analysis + analysis.replace("analysis", "commentary") + call) == "over"
+    assert how(analysis) == "open"
+    assert how("Hi") == how(call.replace("Rome", "Bonn")) == how(analysis + "Hi") == "wrong"
+
+
+def written(*arguments: tuple[str, str], name: str = "weather") -> str:
+    lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>"
+
+
+def one_by_one(schema: dict[str, object], *, strict: bool = False) -> Calls:
+    form = probe_format(compiled(LINES)).form
+    texts = {name: getattr(form, name) for name in ("before", "between", "next", "after", "marker")}
+    texts |= {name: getattr(form, name) for name in ("parameter_before", "parameter_between", "parameter_after")}
+    function = Function(name="weather", arguments=json.dumps(schema), strict=strict)
+    return Calls(functions=(function, FUNCTIONS[1]), most=3, **texts)
+
+
+def test_arguments_that_are_written_one_by_one_have_the_types_of_their_schema(said) -> None:  # type: ignore[no-untyped-def]
+    properties = {
+        "city": {"type": "string"},
+        "days": WEATHER["properties"]["days"],  # type: ignore[index]
+        "unit": {"enum": ["C", "F"]},
+        "tags": {"$ref": "#/$defs/tags"},
+    }
+    tags = {"type": "array", "items": {"type": "string"}}
+    calls = one_by_one({"type": "object", "properties": properties, "required": ["city"], "$defs": {"tags": tags}})
+    city = ("city", "Ro\nme </b>")
+    for arguments in ([city], [city, ("days", "3"), ("unit", "F"), ("tags", '["a", "b"]')], [city, ("tags", "[]")]):
+        assert said(calls, f"Well. {written(*arguments)}") == "whole", arguments
+    for wrong in (
+        [],
+        [("days", "3")],
+        [city, ("days", "x")],
+        [city, ("unit", "K")],
+        [city, ("tags", "a")],
+        [("x", "y")],
+    ):
+        assert said(calls, written(*wrong)) == "wrong", wrong
+    assert said(calls, f"{written(city)}\n{written(name='weather_now')}\n{written(city)}") == "over"
+
+
+def test_other_arguments_are_allowed_where_the_schema_allows_them(said) -> None:  # type: ignore[no-untyped-def]
+    assert said(one_by_one({"type": "object"}), written(("any", "7"), ("thing", "a"))) == "whole"
+    numbers = one_by_one({"type": "object", "additionalProperties": {"type": "integer"}})
+    assert said(numbers, written(("any", "7"))) == "whole"
+    assert said(numbers, written(("any", "x"))) == "wrong"
+
+
+def test_a_strict_function_whose_strings_cannot_be_followed_one_by_one_is_refused(grammars: Grammars) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}}
+    with pytest.raises(GrammarError, match="'weather': maxLength of a string cannot be followed"):
+        grammars.start_calls(one_by_one(schema, strict=True), None)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_whatever_is_drawn_from_the_allowed_tokens_is_valid_calls(
     grammars: Grammars, tokenizer: FileTokenizer, seed: int
@@ -194,7 +294,17 @@ def test_a_call_that_would_end_the_text_is_refused(grammars: Grammars) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"functions": ()}, {"before": ""}, {"between": ""}, {"marker": "x"}, {"most": 0}, {"next": ""}]
+    "wrong",
+    [
+        {"functions": ()},
+        {"before": ""},
+        {"between": ""},
+        {"marker": "x"},
+        {"most": 0},
+        {"next": ""},
+        {"in_thought": True},
+        {"parameter_before": "x"},
+    ],
 )
 def test_calls_that_cannot_be_written_are_no_message(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="expected"):

@@ -81,7 +81,7 @@ def test_what_changes_nothing_is_accepted(kind: type[GenerationRequest], harmles
         {"tool_choice": "none"},
         {"tools": [TOOL], "tool_choice": "none"},
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False},
-        {"reasoning_effort": "low"},
+        {"reasoning_effort": "xhigh", "chat_template_kwargs": {"a": "b", "c": 1, "d": 1.5, "e": True, "f": None}},
         {"verbosity": "high"},
         {"modalities": ["text"]},
         {"max_completion_tokens": -1},
@@ -151,8 +151,16 @@ def test_minus_one_means_no_limit() -> None:
         ({"functions": [{}]}, "unsupported_parameter", "functions"),
         ({"function_call": "auto"}, "unsupported_parameter", "function_call"),
         ({"seed": 1.5}, "invalid_value", "seed"),
+        ({"reasoning_effort": "As long as you like"}, "invalid_value", "reasoning_effort"),
+        ({"chat_template_kwargs": {"messages": "x"}}, "invalid_value", "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"tools": None}}, "invalid_value", "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"bos_token": "x"}}, "invalid_value", "chat_template_kwargs.bos_token"),
+        ({"chat_template_kwargs": {"a b": 1}}, "invalid_value", "chat_template_kwargs.a b"),
+        ({"chat_template_kwargs": {f"a{n}": n for n in range(65)}}, "invalid_value", "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "x" * 5000}}, "invalid_value", "chat_template_kwargs.a"),
+        ({"chat_template_kwargs": {"a": [1]}}, "invalid_value", "chat_template_kwargs.a"),
     ],
-    ids=json.dumps,
+    ids=lambda value: json.dumps(value)[:60],
 )
 def test_what_would_change_the_answer_is_refused(asked: dict[str, Any], code: str, param: str) -> None:
     assert refusal(ChatRequest, **asked)[:2] == (code, param)
@@ -209,6 +217,7 @@ def test_a_wrong_part_of_a_message_is_told_what_is_wrong_with_it(content: Any, p
         ({"role": "user", "content": "x", "notes": 1}, "messages.0.notes", "unsupported"),
         ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages.0.audio", "should be null"),
         ({"role": "function", "name": "f", "content": "x"}, "messages.0.role", "'tool', not 'function'"),
+        ({"role": "user", "content": "x", "reasoning": "y"}, "messages.0.reasoning_content", "has no reasoning"),
         (
             {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]},
             "messages.0.tool_calls.0.function.arguments",
@@ -229,6 +238,9 @@ def test_an_answer_can_be_sent_back_as_clients_have_it() -> None:
     body = parsed(ChatRequest, messages=[*CHAT["messages"], message, result])
     assert [one.text for one in body.messages] == ["x", "", "4"]
     assert body.messages[1].calls == [("c", "f", "{}")]
+    thought = [{"role": "assistant", "content": None, name: "hm"} for name in ("reasoning", "reasoning_content")]
+    body = parsed(ChatRequest, messages=[*CHAT["messages"], *thought])
+    assert [one.thought for one in body.messages] == ["", "hm", "hm"]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_blocks_of_text_are_joined_by_line_ends_and_their_notes_are_ignored() ->
     assert conversation(system=system, messages=messages) == [("system", "Be short.\nBe kind."), ("user", "hel\nlo")]
 
 
-def test_thinking_of_an_earlier_answer_is_left_out() -> None:
+def test_thinking_belongs_to_the_answer_after_it_and_is_nothing_alone() -> None:
     thinking = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}]
     messages = [
         USER,
@@ -54,6 +54,7 @@ def test_thinking_of_an_earlier_answer_is_left_out() -> None:
         {"role": "assistant", "content": thinking},
         USER,
     ]
+    assert [message.thought for message in chat(messages=messages).messages] == ["", "hm", "", ""]
     assert conversation(messages=messages) == [
         ("user", "hello"),
         ("assistant", "hi"),
@@ -155,6 +156,23 @@ def test_options_reach_the_chat_request_by_their_names_there() -> None:
     assert request.constraint is not None
     assert json.loads(request.constraint.text) == SCHEMA
     assert chat().options["temperature"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "effort", "wants", "variable"),
+    [
+        ({}, None, True, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, None, True, True),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, "high", True, True),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, "none", False, False),
+    ],
+)
+def test_thinking_is_asked_of_the_template(
+    asked: dict[str, Any], effort: str | None, wants: bool, variable: bool | None
+) -> None:
+    request = chat(**asked)
+    assert (request.reasoning_effort, request.wants_thinking) == (effort, wants)
+    assert request.template_variables(may_think=True).get("enable_thinking") is variable
 
 
 @pytest.mark.parametrize(

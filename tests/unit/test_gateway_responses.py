@@ -84,6 +84,36 @@ def test_items_are_the_whole_conversation_as_clients_send_it_back() -> None:
     ]
 
 
+def test_reasoning_belongs_to_the_answer_or_the_call_after_it() -> None:
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    items = [
+        {"role": "user", "content": "x"},
+        reasoning,
+        {"role": "assistant", "content": "Let me see."},
+        {**reasoning, "content": [{"type": "reasoning_text", "text": "o"}, {"type": "reasoning_text", "text": "k"}]},
+        CALL,
+        RESULT,
+        reasoning,
+        {"role": "user", "content": "y"},
+        {"role": "assistant", "content": "z"},
+    ]
+    messages = parsed(input=items).as_chat().messages
+    assert [(one.role, one.text, len(one.calls), one.thought) for one in messages] == [
+        ("user", "x", 0, ""),
+        ("assistant", "Let me see.", 0, "hm"),
+        ("assistant", "", 1, "ok"),
+        ("tool", "7", 0, ""),
+        ("user", "y", 0, ""),
+        ("assistant", "z", 0, ""),
+    ]
+
+
+def test_the_effort_of_reasoning_is_that_of_the_chat_request_and_repeated() -> None:
+    request = parsed(reasoning={"effort": "high", "summary": "auto"})
+    assert request.as_chat().reasoning_effort == "high"
+    assert request.echoed()["reasoning"] == {"effort": "high", "summary": None}
+
+
 def test_calls_join_the_answer_that_made_them_and_results_follow() -> None:
     items = [
         {"role": "user", "content": "x"},

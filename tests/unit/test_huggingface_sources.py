@@ -13,7 +13,7 @@ import pytest
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.chat_template import ChatTemplate, TemplateFacts
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
-from neuronpipe.plans.convert.end_tokens import CLOSES
+from neuronpipe.plans.convert.end_tokens import CLOSES, end_tokens
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.models.registry import ARCHITECTURES
 from neuronpipe.plans.models.spec import Activation
@@ -446,3 +446,11 @@ def test_every_source_that_names_an_end_is_believed(source: Path) -> None:
             (298, "<eot>", "tokenizer_config.json: eos_token"),
             (296, "<|im_end|>", CLOSES),
         ]
+
+
+def test_in_channels_the_end_of_a_message_does_not_end_the_answer() -> None:
+    whole = {"<|channel|>": 1, "<|end|>": 2, "<|return|>": 3, "<|call|>": 4}
+    declared = [(2, "eot"), (3, "eos")]
+    assert [end.token for end in end_tokens(declared, [], "<|end|>", whole)] == [3, 4]
+    del whole["<|channel|>"]
+    assert [end.token for end in end_tokens(declared, [], "<|end|>", whole)] == [2, 3]

@@ -8,8 +8,11 @@ import re
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from neuronpipe.launch.generation.shown_answer import ShownAnswer
 from neuronpipe.launch.generation.terminal import AnswerOutput
 from neuronpipe.launch.generation.wrapping import SoftWrap, columns_of
+from neuronpipe.services.gateway.answers.answer_format import AnswerFormat
+from neuronpipe.services.gateway.answers.thinking_format import thinking_format
 
 SEQUENCE = re.compile(r"\x1b\[(\d+)D|\x1b\[(K)|(\n)|(.)", re.DOTALL)
 
@@ -120,6 +123,28 @@ def test_only_a_terminal_that_can_wipe_gets_wrapped_text(
     AnswerOutput().write(text)
     assert (shown.getvalue() != text) == wrapped
     assert "\n" in shown.getvalue() or not wrapped
+
+
+@pytest.mark.parametrize(
+    ("stdout", "term", "hides", "expected"),
+    [
+        (Terminal, "xterm", False, "\x1b[2mhm\N{REPLACEMENT CHARACTER}[2J\x1b[22m\n\nYes"),
+        (Terminal, "dumb", False, "hm\N{REPLACEMENT CHARACTER}[2J\n\nYes"),
+        (Terminal, "xterm", True, "Yes"),
+        (io.StringIO, "xterm", False, "Yes"),
+    ],
+)
+def test_reasoning_is_dimmed_and_never_goes_into_a_pipe(
+    stdout: type[io.StringIO], term: str, hides: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", screen := stdout())
+    monkeypatch.setenv("TERM", term)
+    thinking = thinking_format("<think></think>")
+    shown = ShownAnswer(AnswerFormat(thinking=thinking), AnswerOutput(), hides_thinking=hides)
+    shown.add("<think>\nhm\x1b[2J\n</think>\n\nYes")
+    shown.finish()
+    assert screen.getvalue() == expected
+    assert (shown.reasoning, shown.text) == ("hm\x1b[2J", "Yes")
 
 
 WORDS = st.text(st.sampled_from("ab,.-中文。é"), min_size=1, max_size=14)

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import pytest
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.messages.request import Thought
+from neuronpipe.services.gateway.answers.thinking_format import thinking_format
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import parse_body
 from neuronpipe.services.gateway.openai.chat_prompt import Prompt, PromptWriter
@@ -17,7 +19,7 @@ from neuronpipe.services.gateway.templates.call_format import DEFAULT, ONE_CALL
 from neuronpipe.services.gateway.templates.template_pool import TemplatePool
 from neuronpipe.services.gateway.templates.template_process import prepare
 
-from tests.unit.test_call_formats import BARE, BLOCKS, ENDING, FRAMED, LIST
+from tests.unit.test_call_formats import BARE, BLOCKS, ENDING, FRAMED, HARMONY, LIST
 
 PLAIN = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
@@ -145,6 +147,61 @@ def test_where_there_is_no_system_message_the_user_tells_of_functions(template: 
     made = prompt(template, [USER], tools=TOOLS).text
     assert made.startswith("<user>You can call functions.")
     assert made.endswith("\n\nRain?</user><assistant>")
+
+
+THINKS = PLAIN.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}{# </think> #}").replace(
+    "{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}{{ reasoning_effort }}{{ mood }}{{ enable_thinking }}"
+)
+
+
+def test_reasoning_and_variables_reach_the_template() -> None:
+    answer = {"role": "assistant", "content": "No.", "reasoning_content": "hm "}
+    made = prompt(THINKS, [USER, answer, USER], reasoning_effort="high", chat_template_kwargs={"mood": 7})
+    assert "<assistant>hm No.high7True</assistant>" in made.text
+    assert (made.answer.thinking, made.answer.begins) == (thinking_format(THINKS), "reasoning")
+    assert "hm " in prompt(HARMONY, [USER, CALLING | {"reasoning": "hm "}, RESULT], tools=TOOLS).text
+
+
+@pytest.mark.parametrize(
+    "more", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}, {"marked": True}]
+)
+def test_a_prompt_that_the_template_ends_inside_of_reasoning_goes_on_with_the_answer(more: dict[str, Any]) -> None:
+    made = prompt(THINKS, [USER], **more)
+    assert made.text.endswith("False</user><assistant><think>\n\n</think>\n\n")
+    assert made.answer.begins == "answer"
+
+
+def test_a_begun_answer_is_continued_where_it_was() -> None:
+    begun = {"role": "assistant", "content": "", "reasoning_content": "Let me"}
+    made = prompt(THINKS, [USER, begun], continue_final_message=True)
+    assert made.text.endswith("<assistant><think>\nLet me")
+    assert made.answer.begins == "reasoning"
+    made = prompt(HARMONY, [USER, begun | {"content": "It"}], continue_final_message=True)
+    assert made.text.endswith("Let me<|end|><|start|>assistant<|channel|>final<|message|>It")
+    assert made.answer.begins == "content"
+
+
+def test_the_grammar_of_calls_admits_reasoning_unless_it_is_turned_off() -> None:
+    made = prompt(THINKS, [USER], tools=TOOLS)
+    assert made.calls is not None
+    assert (made.calls.thoughts, made.calls.in_thought) == ((Thought(before="<think>", after="</think>"),), True)
+    made = prompt(HARMONY, [USER], tools=TOOLS)
+    assert made.calls is not None
+    assert made.calls.opening == "<|channel|>final<|message|>"
+    assert [thought.before for thought in made.calls.thoughts] == [
+        "<|channel|>analysis<|message|>",
+        "<|channel|>commentary<|message|>",
+    ]
+    for template in (THINKS, HARMONY):
+        for more in ({"reasoning_effort": "none"}, {"marked": True}):
+            made = prompt(template, [USER], tools=TOOLS, **more)
+            assert made.calls is not None
+            assert made.calls.thoughts == ()
+
+
+def test_a_call_whose_text_and_reasoning_a_template_refuses_together_is_written_without_the_reasoning() -> None:
+    both = {**CALLING, "content": "I look.", "reasoning_content": "hm"}
+    assert "hm" not in prompt(HARMONY, [USER, both, RESULT], tools=TOOLS).text
 
 
 def test_what_a_template_refuses_is_refused() -> None:

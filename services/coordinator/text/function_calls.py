@@ -120,7 +120,8 @@ class _CallGrammar:
             return
         parameters = ParameterGrammar(self._calls, schema, f"f{number}", self._lark, self._until)
         if function.strict and (keyword := parameters.unenforced()) is not None:
-            raise CallsError(f"the arguments of {name!r}: {keyword} of a string cannot be followed in this call format")
+            subject = f"the arguments of {function.name!r}"
+            raise CallsError(f"{subject}: {keyword} of a string cannot be followed in this call format")
         yield f"f{number}: {begin} {parameters.expression()}\n"
         yield from parameters.rules()
 

@@ -138,7 +138,8 @@ class InputMessage(Lenient):
     @property
     def thought(self) -> str:
         """Return what the model thought before this message."""
-        return BLOCK_SEPARATOR.join(block.thinking for block in self.blocks if isinstance(block, ThinkingBlock))
+        thoughts = [block.thinking for block in self.blocks if isinstance(block, ThinkingBlock)]
+        return BLOCK_SEPARATOR.join(filter(None, thoughts))
 
     @property
     def calls(self) -> list[dict[str, Any]]:

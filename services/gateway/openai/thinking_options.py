@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from neuronpipe.services.gateway.answers.thinking_format import OFF, ON
 from neuronpipe.services.gateway.http.schema_base import RequestModel, conflict
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 MAX_VARIABLES = 64
 MAX_VALUE_CHARACTERS = 4096
@@ -33,9 +34,19 @@ def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
+def _check_variable(value: Any) -> Any:
+    is_short = not isinstance(value, str) or len(value) <= MAX_VALUE_CHARACTERS
+    if not (is_short and (value is None or isinstance(value, str | int | float))):
+        expected = f"a string of up to {MAX_VALUE_CHARACTERS:,} characters, a number, true, false or null"
+        raise PydanticCustomError("variable", "expected {expected}", {"expected": expected})
+    return value
+
+
 Effort = Annotated[str, StringConstraints(pattern=r"^[a-z]{1,16}$")]
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
-Variable = Annotated[str, StringConstraints(max_length=MAX_VALUE_CHARACTERS)] | int | float | bool | None
+Variable = Annotated[
+    Any, AfterValidator(_check_variable), WithJsonSchema({"type": ["string", "number", "boolean", "null"]})
+]
 Variables = Annotated[dict[VariableName, Variable], Field(max_length=MAX_VARIABLES), AfterValidator(_check_variables)]
 
 
