@@ -27,12 +27,12 @@ def argument_schema(schema: Any, name: str) -> Mapping[str, Any]:
     schema: that of all arguments, an object
     """
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    found = properties.get(name) if isinstance(properties, Mapping) else None
-    if found is None and isinstance(schema, Mapping):
-        found = schema.get("additionalProperties")
-    if not isinstance(found, Mapping):
+    argument = properties.get(name) if isinstance(properties, Mapping) else None
+    if argument is None and isinstance(schema, Mapping):
+        argument = schema.get("additionalProperties")
+    if not isinstance(argument, Mapping):
         return {}
-    return _definition(schema, found.get("$ref")) or found
+    return _definition(schema, argument.get("$ref")) or argument
 
 
 def allowed_types(schema: Any) -> set[str]:
@@ -83,7 +83,7 @@ def _alternatives(schema: Any) -> Iterator[Mapping[str, Any]]:
         part = parts.pop()
         if isinstance(part, Mapping):
             yield part
-            parts += [one for name in ("anyOf", "oneOf", "allOf") for one in _list(part.get(name))]
+            parts += [option for name in ("anyOf", "oneOf", "allOf") for option in _list(part.get(name))]
 
 
 def _list(value: Any) -> list[Any]:

@@ -38,7 +38,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_thinking_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare --hide-thinking."""
+    """Declare the option that hides reasoning."""
     parser.add_argument(
         "--hide-thinking",
         action="store_true",

@@ -216,30 +216,30 @@ class Chat:
         """Return the answer without reasoning, or the part that came before Ctrl-C."""
         self._requests_sent += 1
         request = prompt.of(dataclasses.replace(self._request, request=str(self._requests_sent)))
-        shown, finished = ShownAnswer(prompt.form, AnswerOutput(), hides_thinking=self._hides_thinking), None
+        display, finished = ShownAnswer(prompt.form, AnswerOutput(), hides_thinking=self._hides_thinking), None
         try:
             for message in stream(self._client, request):
                 if isinstance(message, Finished):
                     finished = message
                 else:
-                    shown.add(message.text)
+                    display.add(message.text)
         except KeyboardInterrupt as interrupt:
-            # Sent here as well: the interrupt may have come while a token was shown, outside of the client.
+            # Sent here as well: the interrupt may have come while a token was display, outside of the client.
             self._client.send(Cancel(request=request.request))
             if type(interrupt) is not KeyboardInterrupt:
                 raise
         finally:
-            shown.finish()
-            if shown.shows_anything:
+            display.finish()
+            if display.shows_anything:
                 print("\n" if self._lines.is_interactive else "", flush=True)
-        self._notify_end(finished, shown)
-        return shown.text
+        self._notify_end(finished, display)
+        return display.text
 
-    def _notify_end(self, finished: Finished | None, shown: ShownAnswer) -> None:
+    def _notify_end(self, finished: Finished | None, display: ShownAnswer) -> None:
         """Notify of an answer that did not end by itself, or has no text."""
-        answer = shown.text
+        answer = display.text
         if finished is None:
-            before = "the answer" if shown.reasoning else "the first token"
+            before = "the answer" if display.reasoning else "the first token"
             self._notify("stopped" if answer else f"stopped before {before}: your message is removed")
         elif finished.reason == "context":
             self._notify("the context is full; /clear begins a new conversation")

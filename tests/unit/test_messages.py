@@ -12,12 +12,12 @@ from neuronpipe.protocol.links import LINKS, WATCH
 from neuronpipe.protocol.messages.client import Likely, ProcessStatus, Rated, WarmUp
 from neuronpipe.protocol.messages.loader import Grant, Warm
 from neuronpipe.protocol.messages.outcome import Rating
-from neuronpipe.protocol.messages.request import Bias, Calls, Function, Generate, Score
+from neuronpipe.protocol.messages.request import Bias, Calls, Function, Generate, Score, Thought
 from neuronpipe.protocol.messages.snapshot import ProcessView, Region, StripRow
 from neuronpipe.protocol.messages.worker import Prefill, Step
 
 MESSAGES = spec.all_messages()
-PARTS = {Bias, Calls, Function, Likely, ProcessStatus, ProcessView, Rated, Rating, Region, StripRow, WarmUp}
+PARTS = {Bias, Calls, Function, Likely, ProcessStatus, ProcessView, Rated, Rating, Region, StripRow, Thought, WarmUp}
 DOCUMENTED = [*MESSAGES, run_directory.RunFile, run_directory.SegmentHandle, run_directory.RunSummary]
 
 

@@ -34,6 +34,7 @@ OF_A_FORM = {
     "calls",
     "logprobs",
     "stop_tokens",
+    "shown_tokens",
 }  # each way writes these in its own form
 IN_HTTP = {"ignore_end": "ignore_eos"}
 PAGE = Path(requests.__file__).parents[1] / "page" / "index.html"

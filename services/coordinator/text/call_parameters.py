@@ -59,8 +59,8 @@ class ParameterGrammar:
         return next((word for schema in schemas if is_string(schema) for word in OF_STRINGS if word in schema), None)
 
     def _allows_others(self) -> bool:
-        others = self._schema.get("additionalProperties", not self._names and "properties" not in self._schema)
-        return others is not False
+        lists_none = not self._names and "properties" not in self._schema
+        return self._schema.get("additionalProperties", lists_none) is not False
 
     def _rules(self, rule: str, name: str | None) -> Iterator[str]:
         """Yield the rule of one argument; of any other than the named ones if there is no name."""

@@ -71,8 +71,8 @@ class Grammars:
 
     def marks(self, calls: Calls | None, shown_tokens: Sequence[str] = ()) -> dict[int, str]:
         """Return the text of each special token that counts as text. Arguments are fields of `Generate`."""
-        shown = {self._special[name]: name for name in shown_tokens if name in self._special}
-        return shown if calls is None else shown | marks(calls, self._special)
+        named = {self._special[name]: name for name in shown_tokens if name in self._special}
+        return named if calls is None else named | marks(calls, self._special)
 
     def spelled(self, text: bytes) -> list[int]:
         """Return the tokens of a text that is the only one a grammar allows. Raises GrammarError."""

@@ -92,13 +92,13 @@ class HarmonyParser:
 
     def _body(self) -> Iterator[Part]:
         marks = (*ENDS, START, CHANNEL, *STRAY)
-        found = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
-        end = min(found)[0] if found else len(self._buffer) - held_back(self._buffer, *marks)
+        hits = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
+        end = min(hits)[0] if hits else len(self._buffer) - held_back(self._buffer, *marks)
         text, self._buffer = self._buffer[:end], self._buffer[end:]
         yield from self._part(text)
-        if found and (mark := min(found)[1]) in STRAY:
+        if hits and (mark := min(hits)[1]) in STRAY:
             self._buffer = self._buffer[len(mark) :]
-        elif found:
+        elif hits:
             self.thinking, self._state = False, self._between
 
     def _part(self, text: str) -> Iterator[Part]:
@@ -116,12 +116,12 @@ class HarmonyParser:
     def _between(self) -> Iterator[Part]:
         """Skip the end of a message, up to the next header."""
         marks = (START, CHANNEL)
-        found = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
-        if not found:
-            kept = held_back(self._buffer, *marks)
-            self._buffer = self._buffer[len(self._buffer) - kept :]
+        hits = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
+        if not hits:
+            size = held_back(self._buffer, *marks)
+            self._buffer = self._buffer[len(self._buffer) - size :]
             return
-        at, mark = min(found)
+        at, mark = min(hits)
         self._buffer = self._buffer[at + (len(START) if mark == START else 0) :]
         self._state = self._header
         yield from ()

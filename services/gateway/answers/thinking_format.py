@@ -1,4 +1,4 @@
-"""How models think before they answer: one table, and recognition by the tags in a chat template.
+"""The formats of reasoning before an answer, in one table, and their recognition by the tags in a chat template.
 
 A format consists of the strings around reasoning. They also write a prompt that ends inside of an answer: to continue
 one, or to have no reasoning in it.

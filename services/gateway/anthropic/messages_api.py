@@ -108,7 +108,7 @@ class OutputConfig(RequestModel):
 
 
 class Thinking(Lenient):
-    """Whether the model thinks before it answers."""
+    """A switch for thinking before the answer."""
 
     type: Literal["enabled", "adaptive", "disabled"] = Field(description="With `disabled` the model does not think.")
     budget_tokens: int | None = Field(

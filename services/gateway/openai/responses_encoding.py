@@ -24,7 +24,7 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
 class ItemKind(NamedTuple):
-    """What the items of one kind have in common: their names, in the response and in its events."""
+    """The names that the items of one kind have, in the response and in its events."""
 
     type: str
     prefix: str

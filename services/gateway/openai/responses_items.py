@@ -82,7 +82,7 @@ class ResultItem(Lenient):
 
 
 class ReasoningPart(Lenient):
-    """A part of reasoning."""
+    """A part of earlier reasoning, as text."""
 
     type: Literal["reasoning_text"] = Field("reasoning_text", description="The type of the part.")
     text: str = Field(description="The text of the part.")

@@ -82,8 +82,8 @@ def _format_from(template: Template, input_form: CallFormat) -> CallFormat | Non
     thinking = thinking_format(template.source)
     if thinking is not None and thinking.calls is not None:
         text = _rendered(template, [_calling(input_form, 1)])
-        known = dataclasses.replace(thinking.calls, objects=input_form.objects, empty=input_form.empty)
-        return known if _NAMES[0] in text else None
+        fixed = dataclasses.replace(thinking.calls, objects=input_form.objects, empty=input_form.empty)
+        return fixed if _NAMES[0] in text else None
     return _json_format(template, input_form) or _parameter_format(template, input_form)
 
 
@@ -105,23 +105,23 @@ def _parameter_format(template: Template, input_form: CallFormat) -> CallFormat 
     """Return the format of calls whose arguments are written one by one; None if they are not."""
     calls = _CallTexts(template, input_form, PARAMETERS)
     name_at = calls.one.find(_NAMES[0])
-    found = None if name_at < 0 else ParameterText.of(calls.one[name_at + len(_NAMES[0]) :])
-    form = None if found is None else calls.form(found.between, found.after)
-    if found is None or form is None:
+    parameters = None if name_at < 0 else ParameterText.of(calls.one[name_at + len(_NAMES[0]) :])
+    form = None if parameters is None else calls.form(parameters.between, parameters.after)
+    if parameters is None or form is None:
         return None
     form = dataclasses.replace(
         form,
-        next=calls.next(len(calls.one) - len(found.after)),
-        parameter_before=found.parameter_before,
-        parameter_between=found.parameter_between,
-        parameter_after=found.parameter_after,
+        next=calls.next(len(calls.one) - len(parameters.after)),
+        parameter_before=parameters.parameter_before,
+        parameter_between=parameters.parameter_between,
+        parameter_after=parameters.parameter_after,
     )
-    written = found.written()
+    written = parameters.written()
     return calls.checked(form, lambda form, count: form.written([(name, written) for name in _NAMES[:count]]))
 
 
 class _CallTexts:
-    """What a template writes for messages of one, two and three calls, without the text around messages.
+    """The text that a template writes for one, two and three calls, without the text around messages.
 
     one: the text of a single call; empty if it cannot be found in the output
     """
@@ -138,8 +138,8 @@ class _CallTexts:
             (at for at, (a, b) in enumerate(zip(text_output, one_call, strict=False)) if a != b),
             min(len(text_output), len(one_call)),
         )
-        known = _TEXT in text_output and one_call.endswith(end)
-        self.one = one_call[begin : len(one_call) - len(end)] if known else ""
+        is_regular = _TEXT in text_output and one_call.endswith(end)
+        self.one = one_call[begin : len(one_call) - len(end)] if is_regular else ""
         self._several = [text[begin : len(text) - len(end)] if text.endswith(end) else "" for text in several]
 
     def form(self, between: str, after: str) -> CallFormat | None:
