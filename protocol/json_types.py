@@ -41,7 +41,7 @@ def allowed_types(schema: Any) -> set[str]:
     for part in _alternatives(schema):
         kinds = part.get("type")
         if kinds is not None:
-            names |= {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)}
+            names |= {kind for kind in (kinds, *_list(kinds)) if isinstance(kind, str)}
         else:
             names |= {_type_of(value) for value in constants(part)}
     return names

@@ -190,6 +190,25 @@ def test_an_argument_has_the_type_of_its_schema(name: str, value: str, expected:
     assert (reasoning, content, second, complete) == ("", "Well.", ("f", "{}"), True)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        7,
+        {"properties": 7},
+        {"properties": {"a": 7}},
+        {"properties": {"a": {"type": 7}}},
+        {"properties": {"a": {"type": [[]], "enum": 7, "anyOf": 7}}},
+        {"properties": {"a": {"$ref": 7}}},
+        {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": 7},
+        {"additionalProperties": 7},
+    ],
+    ids=json.dumps,
+)
+def test_a_schema_that_is_none_leaves_the_type_to_the_value(schema: object) -> None:
+    form = AnswerFormat(calls=found(LINES), schemas={"f": schema})
+    assert parsed(parameters(("a", "7"), ("b", "x y")), form)[2] == [("f", '{"a": 7, "b": "x y"}')]
+
+
 def test_strings_are_shown_as_they_come_and_other_values_are_not_kept_without_bound() -> None:
     form = AnswerFormat(calls=found(LINES), schemas={"f": SCHEMA})
     for name in ("city", "days"):
