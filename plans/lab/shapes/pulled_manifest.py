@@ -36,36 +36,36 @@ from neuronpipe.protocol.frozen import frozen
 class FileEncodings:
     """The encodings of the matrices of a file. The numbers of weights matter little: they only rank encodings.
 
-    most: encoding of most weights
+    weights: encoding of most weights
     down: encodings of Down
     attention: encoding of attention's matrices; some have more bits, which costs little memory and is not counted
     ends: encoding of the output matrix, and of an embedding that is the same
     """
 
-    most: str
+    weights: str
     down: tuple[str, ...]
     attention: str
     ends: str
 
 
 def _of_one(encoding: str) -> FileEncodings:
-    return FileEncodings(most=encoding, down=(encoding,), attention=encoding, ends=encoding)
+    return FileEncodings(weights=encoding, down=(encoding,), attention=encoding, ends=encoding)
 
 
 # llama-quantize mixes types in files of K-quants, and files of gpt-oss have all but the experts in Q8_0.
 FILE_ENCODINGS: Mapping[FileType, FileEncodings] = {
     "BF16": _of_one("BF16"),
     "Q8_0": _of_one("Q8_0"),
-    "Q4_K_M": FileEncodings(most="Q4_K", down=("Q4_K", "Q6_K"), attention="Q4_K", ends="Q6_K"),
-    "Q4_K_S": FileEncodings(most="Q4_K", down=("Q4_K", "Q5_K"), attention="Q4_K", ends="Q6_K"),
-    "MXFP4": FileEncodings(most="MXFP4", down=("MXFP4",), attention="Q8_0", ends="Q8_0"),
+    "Q4_K_M": FileEncodings(weights="Q4_K", down=("Q4_K", "Q6_K"), attention="Q4_K", ends="Q6_K"),
+    "Q4_K_S": FileEncodings(weights="Q4_K", down=("Q4_K", "Q5_K"), attention="Q4_K", ends="Q6_K"),
+    "MXFP4": FileEncodings(weights="MXFP4", down=("MXFP4",), attention="Q8_0", ends="Q8_0"),
 }
 
 
 def manifest_of_pulled(model: CatalogModel) -> Manifest:
     """Return the manifest of the package that `pull` makes of this model. Raises UserError as `CatalogModel.spec`."""
     spec, encodings = model.spec, FILE_ENCODINGS[model.file_type]
-    weights = {encodings.most: 1}
+    weights = {encodings.weights: 1}
     quantization = default_quantization(weights)
     manifest = Manifest(
         name=model.name,
@@ -94,7 +94,7 @@ def manifest_of_pulled(model: CatalogModel) -> Manifest:
 def _down_quantization(
     spec: ModelSpec, quantization: Quantization, encodings: FileEncodings, *, has_predictor: bool
 ) -> Quantization:
-    recipe = recipe_for(quantization, {encodings.most: 1}, down_by_neuron=False)
+    recipe = recipe_for(quantization, {encodings.weights: 1}, down_by_neuron=False)
     if has_predictor or not stores_whole_experts(spec):
         return recipe.down
     return kept_quantization(dict.fromkeys(encodings.down, 1)) or recipe.down
@@ -103,13 +103,13 @@ def _down_quantization(
 def _fixed_quantizations(
     spec: ModelSpec, quantization: Quantization, encodings: FileEncodings
 ) -> dict[str, Quantization]:
-    weights = {encodings.most: 1}
+    weights = {encodings.weights: 1}
     recipe = recipe_for(quantization, weights, down_by_neuron=False)
     quantizations = {}
     for name, _, _ in fixed_matrices(spec):
         if name in EMBEDDINGS:
             is_looked_up = name == "embedding" and not spec.tied_embeddings
-            encoding = encodings.most if is_looked_up and encodings.most != "MXFP4" else encodings.ends
+            encoding = encodings.weights if is_looked_up and encodings.weights != "MXFP4" else encodings.ends
             of_matrix = ends_quantization(
                 quantization, recipe, {encoding: 1}, is_looked_up=is_looked_up, is_default=True
             )
