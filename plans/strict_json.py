@@ -1,18 +1,24 @@
-"""Strict reading of JSON from foreign files: every error names the file and the field."""
+"""Strict reading of JSON files, field by field: every error names the file and the field.
+
+The checks of values are those of protocol/schema.py. `Record.read` reads an object of this project's formats as a
+dataclass; the other readers are for formats of other programs, which have more fields than are read.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from neuronpipe.plans.uncached_read import disable_read_ahead, forget
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
-from neuronpipe.protocol.schema import json_object
+from neuronpipe.protocol.marks import Range
+from neuronpipe.protocol.schema import Mismatch, Reader, json_object, number_within, one_of, reader, true_or_false
+
+T = TypeVar("T")
 
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_VALUES = 1 << 22  # a value of two bytes in a file takes up to a hundred in memory
@@ -128,21 +134,11 @@ class Record:
 
     def integer(self, name: str, minimum: int, maximum: int) -> int:
         """Return a whole number in minimum..maximum."""
-        value = self.value(name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            self.fail(name, f"expected a whole number, found {quoted(value)}")
-        if not minimum <= value <= maximum:
-            self.fail(name, f"{quoted(value)} is outside {minimum}..{maximum}")
-        return int(value)
+        return int(self._checked(name, number_within(int, Range(minimum, maximum))))
 
     def number(self, name: str, minimum: float, maximum: float) -> float:
         """Return a finite number in minimum..maximum."""
-        value = self.value(name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            self.fail(name, f"expected a number, found {quoted(value)}")
-        if not (minimum <= value <= maximum and math.isfinite(value)):
-            self.fail(name, f"{quoted(value)} is outside {minimum}..{maximum}")
-        return float(value)
+        return float(self._checked(name, number_within(float, Range(minimum, maximum))))
 
     def text(self, name: str) -> str:
         """Return a string that can be written as UTF-8: JSON can escape lone surrogates, which no file can contain."""
@@ -160,16 +156,27 @@ class Record:
 
     def choice(self, name: str, *allowed: str) -> str:
         """Return one of the strings in `allowed`."""
-        value = self.text(name)
-        if value not in allowed:
-            self.fail(name, f"{quoted(value)} is not one of {', '.join(allowed)}")
-        return value
+        return str(self._checked(name, one_of(allowed)))
 
     def boolean(self, name: str) -> bool:
+        return bool(self._checked(name, true_or_false))
+
+    def read(self, cls: type[T]) -> T:
+        """Return the whole object as a dataclass of this project, as its annotations say. Raises UserError, which names
+        the field, also for fields that the dataclass lacks."""
+        self._seen.update(self._values)
+        try:
+            dataclass: T = reader(cls, strict=True)(self._values)  # type: ignore[arg-type]
+        except Mismatch as mismatch:
+            self.fail(mismatch.path[1:], mismatch.complaint())
+        return dataclass
+
+    def _checked(self, name: str, check: Reader) -> Any:
         value = self.value(name)
-        if not isinstance(value, bool):
-            self.fail(name, f"expected true or false, found {quoted(value)}")
-        return value
+        try:
+            return check(value)
+        except Mismatch as mismatch:
+            self.fail(name + mismatch.path, mismatch.complaint())
 
     def record(self, name: str) -> Record:
         value = self.value(name)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import MISSING
 from functools import cache
 from operator import attrgetter
-from typing import Any, TypeVar, dataclass_transform, get_args, get_origin
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_origin
 
 import msgpack
 from neuronpipe.protocol.errors import UnknownType, WireError
@@ -141,6 +141,8 @@ _NOTHING = object()
 def _lowering(annotation: Any) -> Callable[[Any], Any] | None:
     """Return the function that turns a value into types of msgpack; None if the value already has one."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _lowering(arguments[0])
     if isinstance(annotation, type) and issubclass(annotation, Message):
         cls: Any = annotation
         return _writer(cls)

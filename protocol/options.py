@@ -10,32 +10,11 @@ coordinator checks the ranges. SAMPLING marks options of sampling: the command l
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.marks import Range, mark_of, marks_of
 from neuronpipe.protocol.schema import documented
-
-Mark = TypeVar("Mark")
-
-
-@frozen
-class Range:
-    """The numbers that a field may hold. NaN is in no range.
-
-    exclusive: the minimum itself is not in the range
-    """
-
-    minimum: float
-    maximum: float
-    exclusive: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        return (self.minimum < value if self.exclusive else self.minimum <= value) and value <= self.maximum
-
-    def __str__(self) -> str:
-        if self.exclusive:
-            return f"above {self.minimum:,}, up to {self.maximum:,}"
-        return f"between {self.minimum:,} and {self.maximum:,}"
 
 
 @frozen
@@ -69,27 +48,16 @@ class Option:
     meaning: str
 
 
-def ranges_of(cls: Any) -> dict[str, Range]:
-    """Return the range of each field of a message that has one, by the field's name."""
-    marks = {name: _mark(hint, Range) for name, hint in get_type_hints(cls, include_extras=True).items()}
-    return {name: mark for name, mark in marks.items() if mark is not None}
-
-
 def sampling_options_of(cls: Any) -> tuple[Option, ...]:
     """Return the options of sampling of a message, its fields with a `Sampling` mark, in the order of the fields."""
-    hints, kinds, ranges = get_type_hints(cls, include_extras=True), get_type_hints(cls), ranges_of(cls)
+    hints, kinds, ranges = get_type_hints(cls, include_extras=True), get_type_hints(cls), marks_of(cls, Range)
     _, meanings = documented(cls)
     options = []
     for field in fields(cls):
-        name, mark, default = field.name, _mark(hints[field.name], Sampling), field.default
+        name, mark, default = field.name, mark_of(hints[field.name], Sampling), field.default
         if mark is None:
             continue
         if default is MISSING or (kinds[name], name in ranges) not in ((float, True), (int, True), (bool, False)):
             raise TypeError(f"{cls.__name__}.{name}: expected a number with a range, or a bool; and a default")
         options.append(Option(name, kinds[name], default, ranges.get(name), mark.reads_text, meanings[name]))
     return tuple(options)
-
-
-def _mark(hint: object, kind: type[Mark]) -> Mark | None:
-    """Return the mark of this kind in an `Annotated` hint, or None."""
-    return next((mark for mark in get_args(hint)[1:] if isinstance(mark, kind)), None)

@@ -18,9 +18,9 @@ from typing import Any, get_args, get_type_hints
 from neuronpipe.protocol import codec, layouts, links, run_directory
 from neuronpipe.protocol.codec import MAGIC, VERSION, Message, Vocabulary
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_MISSES, BOARD_WORDS, LEDGER_ENTRY
+from neuronpipe.protocol.marks import Range, marks_of
 from neuronpipe.protocol.memory import residency, segments, spans
 from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, snapshot, worker
-from neuronpipe.protocol.options import ranges_of
 from neuronpipe.protocol.schema import describe, documented, one_line
 
 PATH = Path(__file__).parent / "SPEC.md"
@@ -95,7 +95,7 @@ def _messages() -> str:
 
 def _message(cls: type[Message]) -> str:
     description, meanings = documented(cls)
-    hints, ranges = get_type_hints(cls), ranges_of(cls)
+    hints, ranges = get_type_hints(cls), marks_of(cls, Range)
     rows = []
     for field in fields(cls):  # type: ignore[arg-type]
         default = "" if field.default is MISSING else f"`{_literal(field.default)}`"

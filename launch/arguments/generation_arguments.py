@@ -11,8 +11,9 @@ from pathlib import Path
 from neuronpipe.launch.arguments.values import parse_text
 from neuronpipe.launch.generation.options import SEEDS, GenerationOptions, SamplingOptions
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.marks import Range
 from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, SAMPLING_OPTIONS, Bias
-from neuronpipe.protocol.options import Option, Range
+from neuronpipe.protocol.options import Option
 
 DEFAULT_MAX_TOKENS = 200
 DEFAULTS = {"temperature": 0.8, "top_p": 0.95}  # where they differ from those of `Generate`

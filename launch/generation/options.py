@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.marks import Range
 from neuronpipe.protocol.messages.request import Bias, Generate
-from neuronpipe.protocol.options import Range
 
 SEEDS = Range(0, (1 << 63) - 1)
 

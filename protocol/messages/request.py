@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from neuronpipe.protocol.codec import Message, message
-from neuronpipe.protocol.options import PENALTY, SAMPLING, Range, ranges_of, sampling_options_of
+from neuronpipe.protocol.marks import Range, marks_of
+from neuronpipe.protocol.options import PENALTY, SAMPLING, sampling_options_of
 
 GrammarSyntax = Literal["json", "regex", "lark", "gbnf"]
 MAX_TOKENS = 1 << 24
@@ -185,7 +186,7 @@ class Generate(Message):
             raise ValueError(f"shown_tokens: expected at most {MAX_SHOWN_TOKENS}")
 
 
-RANGES = ranges_of(Generate)
+RANGES = marks_of(Generate, Range)
 SAMPLING_OPTIONS = sampling_options_of(Generate)
 
 

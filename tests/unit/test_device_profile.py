@@ -240,9 +240,9 @@ def absurd_median() -> bytes:
         (changed(decode_workers=0), "p: decode_workers 0 is not above zero"),
         (changed(barriers=[]), "p: barriers: is empty"),
         (changed(dram=[{"workers": 1, "piece_bytes": 64}]), r"p: field 'dram\[0\].bytes_per_s': missing"),
-        (changed(panels=7), "p: field 'panels': expected array, found 7"),
+        (changed(panels=7), "p: field 'panels': expected a list, found 7"),
         (changed(surprise=1), "p: field 'surprise': unknown field"),
-        (changed(sharing=[{"same_core": 1}]), r"p: field 'sharing\[0\].same_core': expected bool"),
+        (changed(sharing=[{"same_core": 1}]), r"p: field 'sharing\[0\].same_core': expected true or false"),
         (changed(taken_at=1e300), r"p: taken_at 1e\+300 is outside"),
         (changed(barriers=[{"workers": 1, "us": {"median": 1e-300, "spread": 0}}]), "a median of 1e-300 is outside"),
         (

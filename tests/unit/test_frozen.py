@@ -137,7 +137,7 @@ def test_they_are_defined_in_less_time() -> None:
 @pytest.mark.nightly
 def test_the_type_checker_refuses_to_change_one(tmp_path: Path) -> None:
     (tmp_path / "changes.py").write_text(
-        "from neuronpipe.protocol.messages.worker import Step\nfrom neuronpipe.protocol.options import Range\n"
+        "from neuronpipe.protocol.messages.worker import Step\nfrom neuronpipe.protocol.marks import Range\n"
         "def change(step: Step, span: Range) -> None:\n    step.step = 1\n    span.minimum = 2\n"
     )
     words = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path), str(tmp_path / "changes.py")]

@@ -565,7 +565,7 @@ def test_a_difference_shows_the_beginning_of_a_packages_id() -> None:
     ("change", "complaint"),
     [
         ({"version": 1}, "'version'"),
-        ({"compute": 3}, "field 'compute': expected map, found 3"),
+        ({"compute": 3}, "field 'compute': expected an object, found 3"),
         ({"surprise": 1}, "field 'surprise': unknown field"),
         ({"device_id": "other"}, "'id' does not match"),
     ],

@@ -15,9 +15,10 @@ from neuronpipe.launch.arguments.generation_arguments import add_generation_argu
 from neuronpipe.native import ffi
 from neuronpipe.protocol.codec import Message, Vocabulary, encode, message
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.marks import Range
 from neuronpipe.protocol.messages.client import Refused
 from neuronpipe.protocol.messages.request import RANGES, SAMPLING_OPTIONS, Generate
-from neuronpipe.protocol.options import SAMPLING, Option, Range, sampling_options_of
+from neuronpipe.protocol.options import SAMPLING, Option, sampling_options_of
 from neuronpipe.services.coordinator.scheduling.admission import Admission, Limits
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import parse_body

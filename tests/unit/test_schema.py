@@ -55,7 +55,7 @@ def test_a_file_is_read_as_its_dataclass_says() -> None:
 def test_a_generic_dataclass_is_read_with_its_parameter() -> None:
     values = {"measured": {"size": 1, "speed": 2.5}, "at": 3}
     assert from_json(Kept[Point], values, "f.json") == Kept(Point(1, 2.5), 3.0)
-    with pytest.raises(UserError, match=r"field 'measured': expected int"):
+    with pytest.raises(UserError, match=r"field 'measured': expected a whole number"):
         from_json(Kept[int], values, "f.json")
 
 
@@ -64,19 +64,22 @@ def test_a_generic_dataclass_is_read_with_its_parameter() -> None:
     [
         ({"name": 1}, "f.json: field 'name': expected printable text, found 1"),
         ({"name": "a\x1b[2J"}, r"f.json: field 'name': expected printable text, found 'a\x1b[2J'"),
-        ({"kind": "c"}, """f.json: field 'kind': expected "a" or "b", found 'c'"""),
-        ({"points": 3}, "f.json: field 'points': expected array, found 3"),
-        ({"points": [3]}, "f.json: field 'points[0]': expected map, found 3"),
+        ({"kind": "c"}, "f.json: field 'kind': 'c' is not one of a, b"),
+        ({"points": 3}, "f.json: field 'points': expected a list, found 3"),
+        ({"points": [3]}, "f.json: field 'points[0]': expected an object, found 3"),
         ({"points": [{"size": 1}]}, "f.json: field 'points[0].speed': missing"),
         ({"points": [{"size": 1, "speed": -1}]}, "f.json: field 'points[0]': expected a speed above 0"),
         (
             {"points": [{"size": True, "speed": 1}]},
-            "f.json: field 'points[0].size': expected int, found True",
+            "f.json: field 'points[0].size': expected a whole number, found True",
         ),
-        ({"points": [{"size": 1, "speed": 1, "x": 1}]}, "f.json: field 'points[0].x': unknown field"),
-        ({"limit": 1 << 63}, f"f.json: field 'limit': expected an int of 64 bits, found {1 << 63}"),
-        ({"other": 1}, "f.json: field 'other': unknown field"),
-        ({"a\nb": 1}, r"f.json: field 'a\nb': unknown field"),
+        (
+            {"points": [{"size": 1, "speed": 1, "x": 1}]},
+            "f.json: field 'points[0].x': unknown field; a newer version may understand it",
+        ),
+        ({"limit": 1 << 63}, f"f.json: field 'limit': expected a whole number of 64 bits, found {1 << 63}"),
+        ({"other": 1}, "f.json: field 'other': unknown field; a newer version may understand it"),
+        ({"a\nb": 1}, r"f.json: field 'a\nb': unknown field; a newer version may understand it"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], complaint: str) -> None:
