@@ -23,15 +23,17 @@ times that width is that many experts which compute every token: a layer without
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple
 
 from neuronpipe.plans.models.attention_sizes import AttentionSizes
 from neuronpipe.plans.models.expert_numbers import ExpertNumbers
 from neuronpipe.plans.models.layer_properties import LayerProperties
 from neuronpipe.plans.models.recurrent_sizes import Mixer
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.marks import REQUIRED, Range, marks_of
+from neuronpipe.protocol.schema import FieldError
 
 Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu", "gelu", "gelu_erf"]
 NormKind = Literal["rms", "layer"]
@@ -40,16 +42,6 @@ Positions = Literal["rotary", "learned"]
 Router = Literal["softmax", "sigmoid", "sparsemixer"]
 RouterInput = Literal["feed_forward", "layer"]
 SELECTABLE_ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")  # which one a user may choose
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "activation": get_args(Activation),
-    "norm": get_args(NormKind),
-    "norms": get_args(NormPlaces),
-    "positions": get_args(Positions),
-    "router": get_args(Router),
-    "router_reads": get_args(RouterInput),
-    "mixer": get_args(Mixer),
-}
-"""The values of the fields of ModelSpec that have a choice of some."""
 
 
 class Limits(NamedTuple):
@@ -73,43 +65,23 @@ MAX = Limits()
 MAX_THRESHOLD = 1e6
 MAX_CONVOLUTION = 8  # tokens
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
-SCALES = (
-    "embedding_scale",
-    "residual_scale",
-    "logit_scale",
-    "attention_scale",
-    "local_attention_scale",
-    "routed_scale",
-    "rotary_scale",
-)
-RANGES: dict[str, tuple[float, float]] = {
-    **{name: (1, maximum) for name, maximum in MAX._asdict().items() if name != "layers"},
-    "experts_per_token": (1, MAX.experts),
-    "shared_experts": (0, MAX.experts),
-    "router_groups": (1, MAX.experts),
-    "groups_per_token": (1, MAX.experts),
-    **dict.fromkeys(("query_rank", "latent_width"), (0, MAX.width)),
-    **dict.fromkeys(("rotary_width", "value_width", "state_key_width", "state_value_width"), (0, MAX.head_width)),
-    **dict.fromkeys(("state_heads", "state_key_heads", "state_norm_groups"), (0, MAX.query_heads)),
-    "convolution_tokens": (0, MAX_CONVOLUTION),
-    "min_time_step": (0.0, 1.0),
-    "norm_epsilon": (0.0, 1.0),
-    "router_jitter": (0.0, 0.5),
-    "activation_limit": (0.0, MAX_THRESHOLD),
-    "activation_threshold": (0.0, MAX_THRESHOLD),
-    "score_cap": (0.0, MAX_THRESHOLD),
-    "logit_cap": (0.0, MAX_THRESHOLD),
-    **dict.fromkeys(SCALES, (MIN_SCALE, MAX_SCALE)),
-}
-"""The least and the greatest value of every number in ModelSpec."""
+
+Width = Annotated[int, Range(1, MAX.width)]
+OptionalWidth = Annotated[int, Range(0, MAX.width)]
+HeadWidth = Annotated[int, Range(1, MAX.head_width)]
+OptionalHeadWidth = Annotated[int, Range(0, MAX.head_width)]
+Heads = Annotated[int, Range(1, MAX.query_heads)]
+OptionalHeads = Annotated[int, Range(0, MAX.query_heads)]
+Experts = Annotated[int, Range(1, MAX.experts)]
+OptionalExperts = Annotated[int, Range(0, MAX.experts)]
+Scale = Annotated[float, Range(MIN_SCALE, MAX_SCALE)]
+Threshold = Annotated[float, Range(0.0, MAX_THRESHOLD)]
+Share = Annotated[float, Range(0.0, 1.0)]
+RequiredFlag = Annotated[bool, REQUIRED]
 
 
-class SpecError(ValueError):
+class SpecError(FieldError):
     """A ModelSpec whose field `field` is out of range or contradicts another. `complaint` says how."""
-
-    def __init__(self, field: str, complaint: str) -> None:
-        super().__init__(f"{field}: {complaint}")
-        self.field, self.complaint = field, complaint
 
 
 @frozen(slots=True)
@@ -129,21 +101,24 @@ class LayerKind:
     value_from_key: there is no value matrix: a value is the product of the key matrix, before it is normed and rotated
     """
 
-    layers: int
-    window_tokens: int = 0
+    layers: Annotated[int, Range(1, MAX.layers)]
+    window_tokens: Annotated[int, Range(0, MAX.context_tokens), REQUIRED] = 0
     rotary: bool = True
-    dense_experts: int = 0
+    dense_experts: OptionalExperts = 0
     local_positions: bool = False
     mixer: Mixer = "attention"
     feed_forward: bool = True
-    key_heads: int = 0
-    head_width: int = 0
+    key_heads: OptionalHeads = 0
+    head_width: OptionalHeadWidth = 0
     value_from_key: bool = False
 
 
 @frozen(kw_only=True)
 class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     """An architecture with its sizes. Raises SpecError if fields contradict each other or are out of range.
+
+    The reader and the writer of manifests, MODEL.md, and the engine's structure with its checks derive from this
+    declaration: a field's type, marks, default and line below.
 
     family: name of the family in plans/models/, only for messages and tables
     width: number of elements of the residual stream
@@ -221,11 +196,11 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     """
 
     family: str
-    width: int
-    neurons: int
-    experts: int = 1
-    experts_per_token: int = 1
-    shared_experts: int = 0
+    width: Width
+    neurons: Annotated[int, Range(1, MAX.neurons)]
+    experts: Annotated[int, Range(1, MAX.experts), REQUIRED] = 1
+    experts_per_token: Experts = 1
+    shared_experts: OptionalExperts = 0
     shared_gate: bool = False
     router: Router = "softmax"
     router_reads: RouterInput = "feed_forward"
@@ -233,72 +208,69 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     expert_scales: bool = False
     choosing_bias: bool = False
     normalized_shares: bool = True
-    router_groups: int = 1
-    groups_per_token: int = 1
+    router_groups: Experts = 1
+    groups_per_token: Experts = 1
     groups_by_best: bool = False
     layer_kinds: tuple[LayerKind, ...]
-    query_heads: int
-    key_heads: int
-    head_width: int
-    latent_width: int = 0
-    rotary_width: int = 0
-    value_width: int = 0
-    query_rank: int = 0
+    query_heads: Heads
+    key_heads: Heads
+    head_width: HeadWidth
+    latent_width: OptionalWidth = 0
+    rotary_width: OptionalHeadWidth = 0
+    value_width: OptionalHeadWidth = 0
+    query_rank: OptionalWidth = 0
     gated_attention: bool = False
-    state_heads: int = 0
-    state_key_heads: int = 0
-    state_key_width: int = 0
-    state_value_width: int = 0
-    state_norm_groups: int = 0
-    convolution_tokens: int = 0
+    state_heads: OptionalHeads = 0
+    state_key_heads: OptionalHeads = 0
+    state_key_width: OptionalHeadWidth = 0
+    state_value_width: OptionalHeadWidth = 0
+    state_norm_groups: OptionalHeads = 0
+    convolution_tokens: Annotated[int, Range(0, MAX_CONVOLUTION)] = 0
     convolution_bias: bool = False
-    min_time_step: float = 0.0
-    vocabulary: int
-    context_tokens: int
-    norm: NormKind = "rms"
+    min_time_step: Share = 0.0
+    vocabulary: Annotated[int, Range(1, MAX.vocabulary)]
+    context_tokens: Annotated[int, Range(1, MAX.context_tokens)]
+    norm: Annotated[NormKind, REQUIRED] = "rms"
     norms: NormPlaces = "before"
     branch_norms: bool = False
     layer_scales: bool = False
-    norm_epsilon: float
-    positions: Positions = "rotary"
-    head_norm: bool = False
+    norm_epsilon: Share
+    positions: Annotated[Positions, REQUIRED] = "rotary"
+    head_norm: RequiredFlag = False
     norm_after_rotation: bool = False
     joint_norm: bool = False
     value_norm: bool = False
     activation: Activation
-    gated: bool = True
-    qkv_bias: bool = False
-    output_bias: bool = False
+    gated: RequiredFlag = True
+    qkv_bias: RequiredFlag = False
+    output_bias: RequiredFlag = False
     logit_bias: bool = False
-    ffn_bias: bool = False
+    ffn_bias: RequiredFlag = False
     router_bias: bool = False
     attention_sinks: bool = False
-    tied_embeddings: bool = False
+    tied_embeddings: RequiredFlag = False
     parallel: bool = False
-    activation_limit: float = 0.0
-    activation_threshold: float = 0.0
-    score_cap: float = 0.0
-    logit_cap: float = 0.0
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    attention_scale: float = 1.0
-    local_attention_scale: float = 1.0
-    routed_scale: float = 1.0
-    rotary_scale: float = 1.0
-    router_jitter: float = 0.0
+    activation_limit: Threshold = 0.0
+    activation_threshold: Threshold = 0.0
+    score_cap: Threshold = 0.0
+    logit_cap: Threshold = 0.0
+    embedding_scale: Scale = 1.0
+    residual_scale: Scale = 1.0
+    logit_scale: Scale = 1.0
+    attention_scale: Scale = 1.0
+    local_attention_scale: Scale = 1.0
+    routed_scale: Scale = 1.0
+    rotary_scale: Scale = 1.0
+    router_jitter: Annotated[float, Range(0.0, 0.5)] = 0.0
 
     def __post_init__(self) -> None:
-        for field, (minimum, maximum) in RANGES.items():
+        for field, allowed in RANGES.items():
             value = getattr(self, field)
-            self._require(field, minimum <= value <= maximum, f"{value} is not between {minimum} and {maximum}")
-        self._require("layer_kinds", all(kind.layers >= 1 for kind in self.layer_kinds), "a run of no layers")
+            self._require(field, value in allowed, f"{value} is not {allowed}")
+        for field, allowed in RUN_RANGES.items():
+            for value in {getattr(kind, field) for kind in self.layer_kinds}:
+                self._require("layer_kinds", value in allowed, f"{field} {value} is not {allowed}")
         self._require("layer_kinds", 1 <= self.layers <= MAX.layers, f"{self.layers} layers, not 1 to {MAX.layers}")
-        windows = (0 <= kind.window_tokens <= MAX.context_tokens for kind in self.layer_kinds)
-        self._require("layer_kinds", all(windows), f"attention windows are 0 to {MAX.context_tokens} tokens")
-        for field in ("key_heads", "head_width"):
-            numbers, maximum = [getattr(kind, field) for kind in self.layer_kinds], getattr(MAX, field)
-            self._require("layer_kinds", 0 <= min(numbers) <= max(numbers) <= maximum, f"{field} is 0 to {maximum}")
         for fault in (self.heads_fault(), self.latent_fault(), self.recurrent_fault()):
             if fault is not None:
                 raise SpecError(*fault)
@@ -385,17 +357,8 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
         return sum(kind.layers for kind in self.layer_kinds)
 
 
-# Manifests omit these fields while they have ModelSpec's defaults, so that older packages keep their ids.
-_LATER = (
-    "experts_per_token", "shared_experts", "shared_gate", "router", "router_reads", "router_bias", "choosing_bias",
-    "normalized_shares", "router_groups", "groups_per_token", "groups_by_best", "norm_after_rotation", "joint_norm",
-    "value_norm", "router_norm", "expert_scales", "branch_norms", "layer_scales",
-    "parallel", "attention_sinks", "logit_bias", "router_jitter", "latent_width", "rotary_width", "value_width",
-    "query_rank", "gated_attention", "state_heads", "state_key_heads", "state_key_width", "state_value_width",
-    "state_norm_groups", "convolution_tokens", "convolution_bias", "min_time_step", "activation_limit",
-    "activation_threshold", "norms", "score_cap", "logit_cap", *SCALES,
-)  # fmt: skip
-LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
+RANGES, RUN_RANGES = marks_of(ModelSpec, Range), marks_of(LayerKind, Range)
+"""The range of each number of ModelSpec and of LayerKind, by the field's name."""
 
 
 def runs_of(

@@ -9,16 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields, replace
+from dataclasses import asdict, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from neuronpipe.plans.models.spec import LATER_FIELDS, LayerKind, ModelSpec
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.activity_profile import ActivityProfile, ProfileMode, profiles_as_json
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization, SlotPlaces
 from neuronpipe.plans.package.npu_section import NpuProfile
 from neuronpipe.plans.package.source_experts import SourceExperts
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.schema import to_json
 
 FORMAT = "neuronpipe-package"
 VERSION = 3
@@ -300,13 +301,6 @@ def identity(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _layer_kind(kind: LayerKind) -> dict[str, Any]:
-    """Return a layer kind as JSON, without later fields that have their defaults: older packages keep their ids."""
-    first = ("layers", "window_tokens")
-    later = {field.name: field.default for field in fields(LayerKind) if field.name not in first}
-    return {name: value for name, value in asdict(kind).items() if name not in later or value != later[name]}
-
-
 def _without_id(manifest: Manifest) -> dict[str, Any]:
     layout = manifest.layout
     values: dict[str, Any] = {
@@ -318,12 +312,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
             for name, value in asdict(manifest.source).items()
             if value or name not in ("weights", "importance")
         },
-        "model": {
-            name: value
-            for name, value in asdict(manifest.model).items()
-            if name not in LATER_FIELDS or value != LATER_FIELDS[name]
-        }
-        | {"layer_kinds": [_layer_kind(kind) for kind in manifest.model.layer_kinds]},
+        "model": to_json(manifest.model),
         "quantization": manifest.quantization,
         **({"quantizations": dict(manifest.quantizations)} if manifest.quantizations else {}),
         "special_tokens": {"end": list(manifest.end_tokens)},

@@ -6,14 +6,14 @@ python -m neuronpipe.plans.package.model_reference --write
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from neuronpipe.plans.models.registry import FAMILIES
-from neuronpipe.plans.models.spec import CHOICES, LATER_FIELDS, RANGES, LayerKind, ModelSpec
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.protocol.marks import Range, Required, mark_of
+from neuronpipe.protocol.schema import documented
 
 FILE = Path(__file__).with_name("MODEL.md")
 INTRODUCTION = """\
@@ -43,35 +43,27 @@ def page() -> str:
 
 
 def _table(owner: type, values: dict[str, str]) -> list[str]:
-    meanings = _meanings(owner)
+    _, meanings = documented(owner)
+    kinds, hints = get_type_hints(owner), get_type_hints(owner, include_extras=True)
     rows = [
-        f"| `{field.name}` | {values.get(field.name) or _values(owner, field)} | {_default(owner, field)} "
-        f"| {meanings[field.name]} |"
+        f"| `{field.name}` | {values.get(field.name) or _values(kinds[field.name], hints[field.name])} "
+        f"| {_default(field, hints[field.name])} | {meanings[field.name].replace('|', chr(92) + '|')} |"
         for field in dataclasses.fields(owner)
     ]
     return ["| field | values | default | meaning |", "|---|---|---|---|", *rows]
 
 
-def _meanings(owner: type) -> dict[str, str]:
-    """Return what the docstring of a class says of each field."""
-    entries = re.findall(r"^(\w+): (.*(?:\n    .*)*)", inspect.getdoc(owner) or "", re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", text).replace("|", "\\|") for name, text in entries}
+def _values(kind: object, hint: object) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    allowed = mark_of(hint, Range)
+    return "true, false" if allowed is None else f"{allowed.minimum} to {allowed.maximum:,}"
 
 
-def _values(owner: type, field: dataclasses.Field[Any]) -> str:
-    if owner is LayerKind and field.name in ("key_heads", "head_width"):
-        return f"0 to {RANGES[field.name][1]:,}"
-    if field.name in CHOICES:
-        return ", ".join(f"`{choice}`" for choice in CHOICES[field.name])
-    if field.name in RANGES:
-        return "{} to {:,}".format(*RANGES[field.name])
-    return "true, false" if field.type == "bool" else "a whole number"
-
-
-def _default(owner: type, field: dataclasses.Field[Any]) -> str:
-    required = ("layers", "window_tokens")
-    is_optional = field.name in LATER_FIELDS if owner is ModelSpec else field.name not in required
-    return str(field.default).lower() if is_optional else ""
+def _default(field: dataclasses.Field[Any], hint: object) -> str:
+    """Return the default of a field that may be left out."""
+    is_required = field.default is dataclasses.MISSING or mark_of(hint, Required) is not None
+    return "" if is_required else str(field.default).lower()
 
 
 def main() -> None:

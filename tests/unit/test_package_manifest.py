@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from neuronpipe.plans.convert import convert
-from neuronpipe.plans.models.spec import LATER_FIELDS
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.manifest import identity
 from neuronpipe.plans.package.parsing.parse import parse_manifest
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.marks import Required, marks_of
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 
@@ -39,7 +41,10 @@ def test_a_manifest_survives_being_read_and_written(manifest_bytes: bytes) -> No
 
 def test_what_came_later_stands_in_a_manifest_only_where_it_says_something(manifest_bytes: bytes) -> None:
     """Packages older than such a field keep their id, and plans made for them stay valid."""
-    assert not LATER_FIELDS.keys() & json.loads(manifest_bytes)["model"].keys()
+    written = {"experts", "norm", "positions", "head_norm", "gated", "qkv_bias", "output_bias", "ffn_bias"}
+    assert marks_of(ModelSpec, Required).keys() == written | {"tied_embeddings"}
+    later = {field.name for field in fields(ModelSpec) if field.default is not MISSING} - written - {"tied_embeddings"}
+    assert not later & json.loads(manifest_bytes)["model"].keys()
     parallel = changed(manifest_bytes, lambda m: m["model"].update(parallel=True))
     manifest = parse_manifest(parallel, "manifest.json")
     assert manifest.model.parallel

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from neuronpipe.plans.models.recurrent_sizes import Mixer
 from neuronpipe.plans.models.registry import FAMILIES
-from neuronpipe.plans.models.spec import CHOICES, LATER_FIELDS, MAX, RANGES, LayerKind, ModelSpec, SpecError
+from neuronpipe.plans.models.spec import MAX, ModelSpec
 from neuronpipe.plans.package.activity_profile import activity_bytes, parse_profiles
 from neuronpipe.plans.package.layout import (
     MAX_BLOCK_CLUSTERS,
@@ -154,50 +152,8 @@ def _parse_source(record: Record) -> Source:
 
 
 def _parse_model(record: Record) -> ModelSpec:
-    try:
-        model = ModelSpec(
-            family=record.choice("family", *FAMILIES),
-            layer_kinds=tuple(_parse_layer_kind(kind) for kind in record.records("layer_kinds")),
-            **{
-                field.name: _parse_model_field(record, field.name)
-                for field in fields(ModelSpec)
-                if field.name not in ("family", "layer_kinds")
-                and (field.name not in LATER_FIELDS or record.has(field.name))
-            },
-        )
-    except SpecError as error:
-        record.fail(error.field, error.complaint)
-    record.finish()
-    return model
-
-
-def _parse_model_field(record: Record, name: str) -> Any:
-    """Return the value of a field of ModelSpec, by its declared type and range."""
-    if name in CHOICES:
-        return record.choice(name, *CHOICES[name])
-    if name in RANGES:
-        minimum, maximum = RANGES[name]
-        if isinstance(maximum, int):
-            return record.integer(name, int(minimum), maximum)
-        return record.number(name, minimum, maximum)
-    return record.boolean(name)
-
-
-def _parse_layer_kind(record: Record) -> LayerKind:
-    kind = LayerKind(
-        record.integer("layers", 1, MAX.layers),
-        record.integer("window_tokens", 0, MAX.context_tokens),
-        record.boolean("rotary") if record.has("rotary") else True,
-        record.integer("dense_experts", 0, MAX.experts) if record.has("dense_experts") else 0,
-        record.boolean("local_positions") if record.has("local_positions") else False,
-        cast(Mixer, record.choice("mixer", *CHOICES["mixer"])) if record.has("mixer") else "attention",
-        record.boolean("feed_forward") if record.has("feed_forward") else True,
-        record.integer("key_heads", 0, MAX.key_heads) if record.has("key_heads") else 0,
-        record.integer("head_width", 0, MAX.head_width) if record.has("head_width") else 0,
-        record.boolean("value_from_key") if record.has("value_from_key") else False,
-    )
-    record.finish()
-    return kind
+    record.choice("family", *FAMILIES)
+    return record.read(ModelSpec)
 
 
 def _parse_quantizations(record: Record, model: ModelSpec, quantization: Quantization) -> dict[str, Quantization]:
