@@ -2,9 +2,10 @@
 
 #include <math.h>
 
+#include "engine/model_fields.h"
 #include "engine/recurrent.h"
 
-enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096, NP_MAX_LATENT = 1 << 20, NP_MAX_CONVOLUTION = 8 };
+enum { NP_MAX_BLOCK_CLUSTERS = 65536 };
 
 /* Return the field of the first condition that does not hold, or NULL. */
 #define FIRST_ERROR(...)                                                  \
@@ -19,6 +20,33 @@ enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096, NP_MAX_LATENT = 1 <
         return NULL;                                                      \
     } while (0)
 
+static double number_at(const void *structure, const np_field *field)
+{
+    const char *at = (const char *)structure + field->offset;
+    switch (field->kind) {
+    case NP_FIELD_FLOAT:
+        return *(const float *)at;
+    case NP_FIELD_INT32:
+        return *(const int32_t *)at;
+    default:
+        return *(const uint32_t *)at;
+    }
+}
+
+/* The first number that is out of its range, or NULL. Other checks are about several fields. Limits are compared as the field stores them. */
+static const char *out_of_range(const np_shape *s)
+{
+    for (size_t i = 0; i < sizeof NP_SHAPE_FIELDS / sizeof *NP_SHAPE_FIELDS; i++) {
+        const np_field *field = &NP_SHAPE_FIELDS[i];
+        const double number = number_at(s, field);
+        const int is_float = field->kind == NP_FIELD_FLOAT;
+        const double minimum = is_float ? (float)field->minimum : field->minimum, maximum = is_float ? (float)field->maximum : field->maximum;
+        if (!(number >= minimum && number <= maximum))
+            return field->name;
+    }
+    return NULL;
+}
+
 /* True if a model with these fields may have latents. */
 static int fits_latents(const np_shape *s)
 {
@@ -27,42 +55,28 @@ static int fits_latents(const np_shape *s)
 
 static const char *invalid_size(const np_shape *s)
 {
-    FIRST_ERROR({"width", s->width && s->type != NP_Q3 && np_quant_bytes(s->type, s->width) > 0},
-                {"neurons", s->neurons > 0}, {"layers", s->layers > 0},
-                {"experts", s->experts > 0 && s->experts <= NP_MAX_EXPERTS},
-                {"experts_per_token", s->experts_per_token > 0 && s->experts_per_token <= s->experts},
+    FIRST_ERROR({"width", s->type != NP_Q3 && np_quant_bytes(s->type, s->width) > 0},
+                {"layers", s->layers > 0},
+                {"experts_per_token", s->experts_per_token <= s->experts},
                 {"chosen_per_token", s->chosen_per_token <= s->experts_per_token && (s->experts > 1) == (s->chosen_per_token > 0)},
-                {"router_groups", s->router_groups > 0}, {"groups_per_token", s->groups_per_token > 0 && s->groups_per_token <= s->router_groups},
-                {"rotary_scale", s->rotary_scale > 0.0f && isfinite(s->rotary_scale)},
-                {"routed_scale", s->routed_scale > 0.0f && isfinite(s->routed_scale)},
+                {"groups_per_token", s->groups_per_token <= s->router_groups},
                 {"norm_after_rotation", !s->norm_after_rotation || s->head_norm},
                 {"joint_norm", !(s->joint_norm && s->head_norm)},
-                {"router", s->router == NP_ROUTER_SOFTMAX || s->router == NP_ROUTER_SIGMOID ||
-                               (s->router == NP_ROUTER_SPARSEMIXER && s->chosen_per_token == 2 && s->normalized_shares && s->router_groups == 1)},
-                {"router_jitter", s->router == NP_ROUTER_SPARSEMIXER ? s->router_jitter >= 0.0f && s->router_jitter <= 0.5f : s->router_jitter == 0.0f},
+                {"router", s->router != NP_ROUTER_SPARSEMIXER || (s->chosen_per_token == 2 && s->normalized_shares && s->router_groups == 1)},
+                {"router_jitter", s->router == NP_ROUTER_SPARSEMIXER || s->router_jitter == 0.0f},
                 {"router_reads", s->router_reads == NP_READS_FEED_FORWARD || s->router_reads == NP_READS_LAYER},
-                {"key_heads", s->key_heads > 0},
-                {"head_width", s->head_width && (!s->rotary || s->latent_width || s->head_width % 2 == 0)},
-                {"latent_width", s->latent_width <= NP_MAX_LATENT && (!s->latent_width || fits_latents(s))},
+                {"head_width", !s->rotary || s->latent_width || s->head_width % 2 == 0},
+                {"latent_width", !s->latent_width || fits_latents(s)},
                 {"rotary_width", s->latent_width ? s->rotary_width && s->rotary_width < s->head_width && s->rotary_width % 2 == 0 : !s->rotary_width},
                 {"value_width", (s->latent_width > 0) == (s->value_width > 0)},
-                {"query_rank", !s->query_rank || (s->latent_width && s->query_rank <= NP_MAX_LATENT && np_quant_bytes(s->type, s->query_rank) > 0)},
-                {"query_heads", s->query_heads && s->key_heads && s->query_heads % s->key_heads == 0},
-                {"vocabulary", s->vocabulary > 0}, {"context_tokens", s->context_tokens > 0},
-                {"norm", s->norm == NP_NORM_RMS || s->norm == NP_NORM_LAYER},
+                {"query_rank", !s->query_rank || (s->latent_width && np_quant_bytes(s->type, s->query_rank) > 0)},
+                {"query_heads", s->query_heads % s->key_heads == 0},
                 {"branch_norms", !s->branch_norms || (s->norms == NP_NORMS_BOTH && s->experts > 1)},
-                {"norms", s->norms == NP_NORMS_BEFORE || ((s->norms == NP_NORMS_AFTER || s->norms == NP_NORMS_BOTH) && !s->parallel)},
-                {"score_cap", s->score_cap >= 0.0f && isfinite(s->score_cap)}, {"logit_cap", s->logit_cap >= 0.0f && isfinite(s->logit_cap)},
+                {"norms", s->norms == NP_NORMS_BEFORE || !s->parallel},
                 {"activation", s->activation == NP_RELU || s->activation == NP_RELU2 || s->activation == NP_GELU || s->activation == NP_GELU_ERF ||
                                    (s->gated && (s->activation == NP_DRELU || np_is_smooth(s)))},
-                {"activation_limit", s->activation == NP_CLAMPED_SWIGLU ? s->activation_limit > 0.0f && isfinite(s->activation_limit)
-                                                                      : s->activation_limit == 0.0f},
-                {"activation_threshold", s->activation == NP_RELU ? s->activation_threshold >= 0.0f && isfinite(s->activation_threshold)
-                                                                 : s->activation_threshold == 0.0f},
-                {"embedding_scale", s->embedding_scale > 0.0f && isfinite(s->embedding_scale)},
-                {"logit_scale", s->logit_scale > 0.0f && isfinite(s->logit_scale)},
-                {"attention_scale", s->attention_scale > 0.0f && isfinite(s->attention_scale)},
-                {"residual_scale", s->residual_scale > 0.0f && isfinite(s->residual_scale)},
+                {"activation_limit", (s->activation == NP_CLAMPED_SWIGLU) == (s->activation_limit > 0.0f)},
+                {"activation_threshold", s->activation == NP_RELU || s->activation_threshold == 0.0f},
                 {"predictor_reads", s->predictor_reads == NP_READS_FEED_FORWARD || s->predictor_reads == NP_READS_RESIDUAL ||
                                         (s->predictor_reads == NP_READS_ATTENTION && s->experts == 1)},
                 {"predictor_rank", !s->predictor_rank || (s->predictor_type != NP_Q3 && np_quant_bytes(s->predictor_type, s->predictor_rank) > 0)});
@@ -78,8 +92,7 @@ static int has_state_sizes(const np_shape *s)
 
 static const char *invalid_state(const np_shape *s, const np_shared *shared, const np_engine_config *p)
 {
-    FIRST_ERROR({"state_heads", has_state_sizes(s)}, {"convolution_tokens", s->convolution_tokens <= NP_MAX_CONVOLUTION},
-                {"min_time_step", s->min_time_step >= 0.0f && isfinite(s->min_time_step)},
+    FIRST_ERROR({"state_heads", has_state_sizes(s)},
                 {"gated_attention", !s->gated_attention || !(s->latent_width || p->external_products || p->offload_blocks)},
                 {"state_slots", s->state_elements ? p->state_slots > 0 && shared->states : 1},
                 {"external_products", !(s->convolution_tokens && (p->external_products || p->offload_blocks))});
@@ -293,8 +306,6 @@ static const char *invalid_norms(const np_shape *s, const np_fixed *fixed, const
             return "expert_scales";
         if (l->local_positions && (!s->rotary || !fixed->local_inverse_frequency || p->external_products || p->offload_blocks))
             return "local_positions";
-        if (l->local_positions && !(s->local_attention_scale > 0.0f && isfinite(s->local_attention_scale)))
-            return "local_attention_scale";
     }
     return NULL;
 }
@@ -314,7 +325,9 @@ static const char *invalid_layer(const np_shape *s, const np_fixed *fixed, const
 
 const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config)
 {
-    const char *wrong = invalid_size(shape);
+    const char *wrong = out_of_range(shape);
+    if (!wrong)
+        wrong = invalid_size(shape);
     if (!wrong)
         wrong = invalid_layout(shape);
     if (!wrong)

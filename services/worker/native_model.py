@@ -6,25 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from neuronpipe.native import ROW_TYPES, ffi, lib
+from neuronpipe.native import ROW_TYPES, ffi
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.native_fields import native_value
 from neuronpipe.plans.package.tensors import layer_norms, mixer_matrices, predictor_name
 from neuronpipe.services.steps.step_counters import PARTS
 
 _SHAPE_FIELDS = {name for name, _ in ffi.typeof("np_shape").fields}
 _SAME_FIELDS = tuple(field.name for field in fields(ModelSpec) if field.name in _SHAPE_FIELDS)
 """Fields of ModelSpec that np_shape has too, with the same values unless `native_shape` says otherwise."""
-_CHOICES = {
-    "router": "NP_ROUTER_",
-    "router_reads": "NP_READS_",
-    "predictor_reads": "NP_READS_",
-    "norms": "NP_NORMS_",
-    "norm": "NP_NORM_",
-    "activation": "NP_",
-    "mixer": "NP_MIXER_",
-}
-"""Field with a choice -> what its values are called in native/neuronpipe.h before their name: NP_NORM_RMS."""
 
 _VECTORS = {
     "qkv_bias": "qkv.bias",
@@ -76,7 +67,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
     return ffi.new(
         "np_shape *",
         {
-            **{name: _native(name, getattr(s, name)) for name in _SAME_FIELDS},
+            **{name: native_value(name, getattr(s, name)) for name in _SAME_FIELDS},
             "layers": s.layers,
             "heads_width": s.heads_width,
             "state_elements": s.all_state_elements,
@@ -96,14 +87,9 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
             "predictor_rank": predictor.rank if predictor else 0,
             "predictor_type": ROW_TYPES[predictor.quantization] if predictor else 0,
             "predictor_relu": predictor is not None and predictor.hidden == "relu",
-            "predictor_reads": _native("predictor_reads", predictor.reads) if predictor else 0,
+            "predictor_reads": native_value("predictor_reads", predictor.reads) if predictor else 0,
         },
     )
-
-
-def _native(field: str, value: Any) -> Any:
-    """Return a field's value as the engine has it: a number, or the constant of a choice."""
-    return getattr(lib, _CHOICES[field] + value.upper()) if isinstance(value, str) else value
 
 
 class NativeTensors:
@@ -200,7 +186,7 @@ def layer_facts(model: ModelSpec, layer: int) -> dict[str, Any]:
         "routed_experts": model.routed_experts(layer),
         "window_tokens": model.windows_tokens[layer],
         "cached_before": model.cached_before(layer),
-        "mixer": _native("mixer", model.mixers[layer]),
+        "mixer": native_value("mixer", model.mixers[layer]),
         "state_before": model.state_before(layer),
         "rotary": model.rotary_layers[layer],
         "local_positions": model.local_layers[layer],

@@ -58,7 +58,7 @@ static np_shape shape_of(int small) {
     return (np_shape){
         .width = width, .neurons = neurons, .layers = LAYERS, .query_heads = 1, .key_heads = 1, .head_width = 128, .vocabulary = 1,
         .context_tokens = 1, .experts = 1, .experts_per_token = 1, .router_groups = 1, .groups_per_token = 1, .routed_scale = 1.0f, .rotary_scale = 1.0f, .norm_epsilon = 1e-5f, .rotary = 1, .type = NP_Q4,
-        .activation = NP_DRELU, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .residual_scale = 0x1p-10f, .gated = 1,
+        .activation = NP_DRELU, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .local_attention_scale = 1, .residual_scale = 0x1p-10f, .gated = 1,
         .predictor_rank = 32, .predictor_type = NP_Q4, .predictor_reads = NP_READS_ATTENTION,
         .cluster_neurons = each, .clusters = neurons / each, .block_neurons = neurons / BLOCKS, .blocks = BLOCKS, .slot_bytes = {2816, 4096},
         .gate = {NP_TRIGGER, 0, NP_TRIGGER, 2048, NP_Q4}, .up = {NP_VALUE, 0, NP_TRIGGER, 2304, NP_Q4}, .down = {NP_VALUE, 2048, NP_TRIGGER, 2560, NP_Q4},

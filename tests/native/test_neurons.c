@@ -34,7 +34,7 @@ static np_shape shape_of(int type, uint32_t each, int gated, int activation, int
     np_shape s = {
         .width = WIDTH, .neurons = NEURONS, .layers = 1, .query_heads = 1, .key_heads = 1, .head_width = WIDTH, .heads_width = WIDTH, .vocabulary = 1,
         .context_tokens = 1, .experts = 1, .experts_per_token = 1, .router_groups = 1, .groups_per_token = 1, .routed_scale = 1.0f, .rotary_scale = 1.0f, .norm_epsilon = 1e-5f, .rotary = 1, .type = type == NP_Q3 ? NP_Q4 : type,
-        .activation = activation, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .residual_scale = 1, .gated = gated,
+        .activation = activation, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .local_attention_scale = 1, .residual_scale = 1, .gated = gated,
         .predictor_rank = decides ? 32 : 0, .predictor_type = type == NP_Q3 ? NP_Q4 : type, .predictor_reads = NP_READS_ATTENTION, .cluster_neurons = each,
         .clusters = NEURONS / each, .block_neurons = BLOCK, .blocks = BLOCKS, .slot_bytes = {SLOT * each, SLOT * each},
     };

@@ -24,7 +24,7 @@ typedef struct {
 static const np_shape shape = {
     .width = WIDTH, .neurons = BLOCKS * 4, .layers = LAYERS, .query_heads = 1, .key_heads = 1, .head_width = WIDTH, .heads_width = WIDTH,
     .vocabulary = VOCABULARY, .context_tokens = CONTEXT, .experts = 1, .experts_per_token = 1, .router_groups = 1, .groups_per_token = 1, .routed_scale = 1.0f, .rotary_scale = 1.0f, .norm_epsilon = 1e-5f, .rotary = 1,
-    .type = NP_Q8, .activation = NP_RELU, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .residual_scale = 1, .gated = 1,
+    .type = NP_Q8, .activation = NP_RELU, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .local_attention_scale = 1, .residual_scale = 1, .gated = 1,
     .cluster_neurons = 4, .clusters = BLOCKS, .block_neurons = 4, .blocks = BLOCKS, .slot_bytes = {1024, 1024},
     .gate = {NP_TRIGGER, 0, NP_TRIGGER, 512, NP_Q8}, .up = {NP_VALUE, 0, NP_TRIGGER, 600, NP_Q8}, .down = {NP_VALUE, 256, NP_TRIGGER, 700, NP_Q8},
 };

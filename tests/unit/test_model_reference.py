@@ -1,10 +1,11 @@
-"""The page of a manifest's section `model` is what ModelSpec declares."""
+"""The page of a manifest's section `model` and the engine's table are what ModelSpec declares."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
 from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package import native_fields
 from neuronpipe.plans.package.model_reference import FILE, page
 
 
@@ -12,6 +13,12 @@ def test_the_page_of_model_fields_is_current() -> None:
     wanted = page()
     assert FILE.read_text(encoding="utf-8") == wanted, (
         "run `python -m neuronpipe.plans.package.model_reference --write`"
+    )
+
+
+def test_the_engine_s_table_of_fields_is_current() -> None:
+    assert native_fields.FILE.read_text(encoding="utf-8") == native_fields.table(), (
+        "run `python -m neuronpipe.plans.package.native_fields --write`"
     )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.models.spec import RANGES
+from neuronpipe.plans.package.native_fields import native_fields
 from neuronpipe.plans.package.parsing.parse import MAX_CLUSTERS
 from neuronpipe.plans.plan.document import Plan, parse_plan
 from neuronpipe.plans.plan.memory_budget import MIB
@@ -334,10 +337,24 @@ def test_the_engine_says_which_field_of_a_shape_is_wrong(wrong: dict[str, Any], 
     shape = native_shape(m, 8, predicts=False)
     for name, value in wrong.items():
         setattr(shape, name, value)
-    config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "window_blocks": 1}
-    native, layers = ffi.new("np_engine_config *", config | {"partial_tokens": 1}), bare_layers(m)
+    refuse(shape, field)
+
+
+def refuse(shape: Any, field: str) -> None:
+    """The engine takes no such shape of `manifest`, because of the field."""
+    config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "window_blocks": 1, "partial_tokens": 1}
+    native, layers = ffi.new("np_engine_config *", config), bare_layers(manifest())
     with pytest.raises(ValueError, match=f"refuses `{field}`"):
         create_engine(shape, ffi.new("np_fixed *", {"layers": layers}), ffi.new("np_shared *"), native)
+
+
+@pytest.mark.parametrize("field", sorted(RANGES.keys() & {field.name for field in native_fields("np_shape")}))
+def test_the_engine_refuses_the_numbers_that_a_model_may_not_have(field: str) -> None:
+    maximum = RANGES[field].maximum
+    for number in (maximum * 1.001, math.nan) if isinstance(maximum, float) else (maximum + 1,):
+        shape = native_shape(manifest(), 8, predicts=False)
+        setattr(shape, field, number)
+        refuse(shape, field)
 
 
 def test_the_engine_refuses_local_positions_without_their_table_or_scale() -> None:
