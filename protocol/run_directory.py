@@ -3,6 +3,7 @@ run.
 
     run.json    what a client needs to attach (`RunFile`); written last, atomically
     plan.json   the run's plan
+    engine.json the numbers of the engine's structures, for programs without Python
     neuronpipe.lock
                 locked while the run lives: see locked_directory.py
     control, cache, events
@@ -36,6 +37,7 @@ from neuronpipe.protocol.schema import json_object
 MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108 bytes, one of them for the terminating zero
 RUN_FILE = "run.json"
 PLAN_FILE = "plan.json"
+ENGINE_FILE = "engine.json"
 MAX_RUN_FILE_BYTES = 1 << 20
 PREFIX = "neuronpipe-"
 DOORBELL = "doorbell"
@@ -224,9 +226,10 @@ class RunDirectory(LockedDirectory):
     def endpoints(self) -> dict[str, str]:
         return {link.name: self.endpoint(link) for link in LINKS}
 
-    def publish(self, run_file: RunFile, plan: str) -> None:
-        """Write plan.json, then run.json, by which the run can be found."""
+    def publish(self, run_file: RunFile, plan: str, engine: str) -> None:
+        """Write plan.json and engine.json, then run.json, by which the run can be found."""
         self.write(PLAN_FILE, plan)
+        self.write(ENGINE_FILE, engine)
         self.write(RUN_FILE, json.dumps(to_map(run_file), indent=1) + "\n")
 
     def clear(self) -> None:

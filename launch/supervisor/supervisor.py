@@ -59,6 +59,7 @@ from neuronpipe.services.runtime.pulse import Pulse, shared_words
 from neuronpipe.services.runtime.run_memory import Epoch, RunMemory, create_segments
 from neuronpipe.services.runtime.run_summary import run_summary
 from neuronpipe.services.steps.backend import BACKENDS
+from neuronpipe.services.worker.native_model import engine_json
 
 EXHAUSTED = 3  # exit status: a process exceeded its restart budget; another run may fare better
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
@@ -194,7 +195,9 @@ class Supervisor:
             )
             for name, segment in self._segments.items()
         }
-        pid = own_pid()
+        pid, plan = own_pid(), self._plan
+        manifest = self._package.manifest
+        engine = engine_json(manifest, plan.compute.context_tokens, moved_scales=plan.memory.are_scales_moved)
         self._directory.publish(
             RunFile(
                 protocol=VERSION,
@@ -203,14 +206,13 @@ class Supervisor:
                 supervisor_started=started(pid),
                 endpoints=self._directory.endpoints(),
                 segments=handles,
-                plan=self._plan.id,
+                plan=plan.id,
                 package=str(self._package.path.resolve()),
-                private={
-                    name: layout.text for name, layout in private_layouts(self._package.manifest, self._plan).items()
-                },
-                summary=run_summary(self._package, self._plan, self._segments),
+                private={name: layout.text for name, layout in private_layouts(manifest, plan).items()},
+                summary=run_summary(self._package, plan, self._segments),
             ),
-            self._plan.to_json(),
+            plan.to_json(),
+            engine,
         )
 
     # ---- requests and replacements -----------------------------------------------------------

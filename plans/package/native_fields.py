@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -62,6 +63,7 @@ class NativeField:
     kind: str
 
 
+@cache
 def native_fields(structure: str) -> tuple[NativeField, ...]:
     """Return the numbers of np_shape or np_layer, in order. Pointers, and structures with pointers, are left out."""
     return tuple(_numbers(ffi.typeof(structure), ""))

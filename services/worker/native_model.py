@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from neuronpipe.native import ROW_TYPES, ffi
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.package.native_fields import native_value
+from neuronpipe.plans.package.native_fields import names_checksum, native_value, numbers
 from neuronpipe.plans.package.tensors import layer_norms, mixer_matrices, predictor_name
 from neuronpipe.services.steps.step_counters import PARTS
 
@@ -90,6 +91,19 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
             "predictor_reads": native_value("predictor_reads", predictor.reads) if predictor else 0,
         },
     )
+
+
+def engine_json(manifest: Manifest, context_tokens: int, *, moved_scales: bool) -> str:
+    """Return a run's engine.json: the numbers of np_shape and of each np_layer, without a predictor, in JSON. Programs
+    without Python fill these structures from it."""
+    shape = native_shape(manifest, context_tokens, predicts=False, moved_scales=moved_scales)
+    layers = ffi.new("np_layer[]", [layer_facts(manifest.model, n) for n in range(manifest.model.layers)])
+    content = {
+        "fields": names_checksum(),
+        "shape": numbers("np_shape", shape),
+        "layers": [numbers("np_layer", layer) for layer in layers],
+    }
+    return json.dumps(content) + "\n"
 
 
 class NativeTensors:

@@ -42,6 +42,7 @@ pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"no {' and no '.join(LACK
 
 MODELS = {
     "a mixture": replace(SPECS["turbosparse"], context_tokens=256),
+    "layers without a router": replace(SPECS["shared gate"], shared_gate=False, context_tokens=256),
     "gated parallel": replace(SPECS["parallel"], gated=True, context_tokens=256),
 }
 
@@ -113,7 +114,9 @@ def test_it_computes_the_bits_of_the_worker_in_python(shell: Shell, program: Pat
     agree(shell, program, DEMO, prompt)
 
 
-@pytest.mark.parametrize("name", ["a mixture", pytest.param("gated parallel", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name", ["a mixture", "layers without a router", pytest.param("gated parallel", marks=pytest.mark.nightly)]
+)
 def test_every_shape_of_a_model_comes_out_alike(shell: Shell, program: Path, tmp_path: Path, name: str) -> None:
     """A step of 150 tokens is computed by a graph of 128 and one of 64."""
     package = write_package(tmp_path / "package", MODELS[name], "q4")
@@ -207,6 +210,7 @@ def test_what_it_cannot_work_with_ends_the_run_with_one_line(shell: Shell, progr
     other = write_package(tmp_path / "other", SPECS["scaled"], "q8").path
     (library,) = RUNTIME.glob("libonnxruntime.so.*")
     silu = write_package(tmp_path / "silu", SPECS["qwen3"], "q8").path
+    gates = write_package(tmp_path / "gates", SPECS["shared gate"], "q8").path
     nowhere, none = good.replace(str(library), "/nowhere/libonnxruntime.so"), good.replace(str(library), "libm.so.6")
     refused(
         shell,
@@ -215,7 +219,8 @@ def test_what_it_cannot_work_with_ends_the_run_with_one_line(shell: Shell, progr
         (DEMO, none, "libm.so.6: is no ONNX Runtime; name its libonnxruntime.so"),
         (DEMO, good.replace(str(shell.folder / "graphs"), "/nowhere"), "/nowhere/graphs.json: No such file"),
         (other, good, "does not suit this model; make them again with `neuronpipe compile`"),
-        (silu, good, "model/activation: this worker does not know it; use our own prefill worker"),
+        (silu, good, "model/activation: this worker computes relu and drelu with a gate"),
+        (gates, good, "model: this worker does not compute this model's routers or attention; use our own prefill"),
     )
     assert shell.refused("compile", silu).endswith("this model has silu")
 

@@ -54,7 +54,7 @@ def run_file(directory: RunDirectory, ticks: int | None = None) -> RunFile:
 def live_run(path: Path | None = None) -> RunDirectory:
     """A directory whose run lives: this process holds its lock."""
     directory = RunDirectory.create(path)
-    directory.publish(run_file(directory), "{}")
+    directory.publish(run_file(directory), "{}", "{}")
     return directory
 
 
@@ -67,7 +67,7 @@ def dead_run(path: Path | None = None) -> RunDirectory:
 
 def test_only_its_user_can_enter_it_and_read_the_file() -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory), "{}")
+    directory.publish(run_file(directory), "{}", "{}")
     assert directory.path.stat().st_mode & 0o777 == 0o700
     assert (directory.path / RUN_FILE).stat().st_mode & 0o777 == 0o600
 
@@ -86,7 +86,7 @@ def test_the_doorbell_rings_whoever_listens_and_never_makes_its_opener_wait() ->
 
 def test_the_run_is_found_and_described() -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory), "{}")
+    directory.publish(run_file(directory), "{}", "{}")
     for place in (None, directory.path):
         found, content = RunDirectory.find(place)
         assert found.path == directory.path
@@ -96,7 +96,7 @@ def test_the_run_is_found_and_described() -> None:
 
 def test_nothing_is_left_after_removal(base: Path) -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory), "{}")
+    directory.publish(run_file(directory), "{}", "{}")
     (directory.path / "logs").mkdir()
     (directory.path / "logs" / "decode-0.log").write_text("x")
     (directory.path / "link").symlink_to(base.parent, target_is_directory=True)
@@ -124,7 +124,7 @@ def test_a_run_whose_supervisor_has_ended_is_not_running() -> None:
 
 def test_a_run_lives_though_another_pid_namespace_shows_its_supervisor_under_no_id_or_anothers() -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory, ticks=started(os.getpid()) - 1), "{}")
+    directory.publish(run_file(directory, ticks=started(os.getpid()) - 1), "{}", "{}")
     found = directory.read()
     with pytest.raises(UserError, match="is not to be seen from here; do this in the container"):
         found.open_segment("kv")
@@ -152,7 +152,7 @@ def test_a_segment_that_run_json_does_not_lay_out_is_refused_by_name() -> None:
 
 def test_the_lock_is_held_by_the_last_copy_of_the_process_that_took_it() -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory), "{}")
+    directory.publish(run_file(directory), "{}", "{}")
     read_end, write_end = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:
@@ -262,7 +262,7 @@ def test_the_place_of_a_dead_run_is_taken_over_and_that_of_a_live_one_is_not(bas
     for _ in range(2):  # before and after it can be found
         with pytest.raises(UserError, match="a run is live here"):
             RunDirectory.create(place)
-        again.publish(run_file(again), "{}")
+        again.publish(run_file(again), "{}", "{}")
 
 
 def test_whoever_only_looks_keeps_nobody_from_the_place_of_a_dead_run(base: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_directory_that_is_swept_while_it_is_being_locked_is_made_again(
     monkeypatch.setattr(os, "open", opened)
     directory = RunDirectory.create()
     assert swept
-    directory.publish(run_file(directory), "{}")
+    directory.publish(run_file(directory), "{}", "{}")
     assert directory.read()
     assert list(base.iterdir()) == [directory.path]
 
@@ -384,7 +384,7 @@ def test_a_damaged_or_foreign_file_is_a_persons_error(content: str, complaint: s
 
 def test_a_wrong_field_is_named() -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory), "{}")
+    directory.publish(run_file(directory), "{}", "{}")
     content = json.loads((directory.path / RUN_FILE).read_text())
     content["segments"]["kv"]["fd"] = "5"
     (directory.path / RUN_FILE).write_text(json.dumps(content))

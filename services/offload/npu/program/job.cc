@@ -4,7 +4,9 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-enum { MAX_LAYERS = 4096, LINE_WORDS = 16, WAIT_MS = 1000 };
+#include "engine/model_fields.h"
+
+enum { LINE_WORDS = 16, WAIT_MS = 1000 };
 
 /* ---- JSON to the engine's numbers ----------------------------------------------------------------------------------- */
 struct Choice {
@@ -31,14 +33,25 @@ static uint32_t number(const char *json, const char *path)
     return static_cast<uint32_t>(value);
 }
 
-static uint32_t number_or(const char *json, const char *path, uint32_t otherwise)
+/* Read the numbers of a structure, by their names at this path. */
+template <size_t COUNT> static void read_numbers(const char *json, const std::string &path, const np_field (&fields)[COUNT], void *structure)
 {
-    return json_has(json, path) ? number(json, path) : otherwise;
-}
-
-static float real_or(const char *json, const char *path, float otherwise)
-{
-    return json_has(json, path) ? static_cast<float>(json_real(json, path)) : otherwise;
+    for (const np_field &field : fields) {
+        char *const at = static_cast<char *>(structure) + field.offset;
+        const double value = json_real(json, (path + field.name).c_str());
+        if (field.kind == NP_FIELD_FLOAT) {
+            const float stored = static_cast<float>(value);
+            memcpy(at, &stored, sizeof stored);
+        } else if (value < (field.kind == NP_FIELD_INT32 ? INT32_MIN : 0) || value > (field.kind == NP_FIELD_INT32 ? INT32_MAX : UINT32_MAX)) {
+            run_fail(field.name, "is out of range");
+        } else if (field.kind == NP_FIELD_INT32) {
+            const int32_t stored = static_cast<int32_t>(value);
+            memcpy(at, &stored, sizeof stored);
+        } else {
+            const uint32_t stored = static_cast<uint32_t>(value);
+            memcpy(at, &stored, sizeof stored);
+        }
+    }
 }
 
 /* ---- the package ----------------------------------------------------------------------------------------------------- */
@@ -51,112 +64,30 @@ static int quantization_at(const char *manifest, const std::string &path, int ot
                                            {"q6k", NP_Q6K}, {"iq4", NP_IQ4}, {"mxfp4", NP_MXFP4}, {"q4h", NP_Q4H}, {"q5h", NP_Q5H}});
 }
 
-/* Offsets in bundles.bin. read_plan changes those of scales that lie elsewhere in memory. */
-static np_matrix_place place_of(const char *manifest, const std::string &name)
-{
-    const std::string path = "layout/matrices/" + name + "/";
-    const auto part = [&](const char *field) {
-        return static_cast<uint32_t>(choice(manifest, (path + field).c_str(), {{"trigger", NP_TRIGGER}, {"value", NP_VALUE}}));
-    };
-    const int type = quantization_at(manifest, path + "quantization", quantization_at(manifest, "quantization", 0));
-    return {part("part"), number(manifest, (path + "quants").c_str()), part("scales_part"), number(manifest, (path + "scales").c_str()), type};
-}
-
+/* The structures as the supervisor derived them from package and plan. */
 void Job::read_shape()
 {
-    const char *m = manifest_;
-    if (json_number(m, "version") != 3)
-        run_fail("manifest.json", "is of another version; convert the model again");
+    char *const engine = run_read_file(run_directory.c_str(), "engine.json", nullptr);
+    if (json_number(engine, "fields") != NP_FIELD_NAMES)
+        run_fail("engine.json", "was written by another version than this program; build the program again");
     shape = {};
-    shape.type = quantization_at(m, "quantization", 0);
-    shape.activation = choice(m, "model/activation", {{"relu", NP_RELU}, {"drelu", NP_DRELU}});
-    shape.norm = choice(m, "model/norm", {{"rms", NP_NORM_RMS}, {"layer", NP_NORM_LAYER}});
-    shape.rotary = choice(m, "model/positions", {{"rotary", 1}, {"learned", 0}});
-    shape.gated = json_truth(m, "model/gated");
-    static_inputs = 0;
-    if (json_has(m, "npu") && choice(m, "npu/scaling", {{"token", 0}, {"static", 1}}))
-        static_inputs = json_real(m, "npu/ranges/neurons/inputs");
-    shape.activation_threshold = real_or(m, "model/activation_threshold", 0);
-    if (!shape.gated || shape.activation_threshold != 0)
-        run_fail("model", "this worker needs a gate, and no threshold; use our own prefill worker");
-    for (const char *name : {"router_bias", "attention_sinks", "shared_experts", "choosing_bias", "normalized_shares", "router_groups", "routed_scale",
-                             "joint_norm", "norm_after_rotation", "logit_bias", "rotary_scale", "latent_width", "norms", "score_cap", "logit_cap"})
-        if (json_has(m, (std::string("model/") + name).c_str()))
-            run_fail("model", "this worker does not compute this model's routers or attention; use our own prefill worker");
-    shape.width = number(m, "model/width");
-    shape.neurons = number(m, "model/neurons");
-    shape.query_heads = number(m, "model/query_heads");
-    shape.heads_width = number(m, "model/query_heads") * number(m, "model/head_width");
-    shape.key_heads = number(m, "model/key_heads");
-    shape.head_width = number(m, "model/head_width");
-    shape.vocabulary = number(m, "model/vocabulary");
-    shape.experts = number(m, "model/experts");
-    shape.experts_per_token = number_or(m, "model/experts_per_token", 1);
-    shape.chosen_per_token = shape.experts > 1 ? shape.experts_per_token : 0;
-    shape.router_groups = shape.groups_per_token = 1;
-    shape.normalized_shares = 1;
-    shape.routed_scale = 1;
-    shape.router = json_has(m, "model/router") ? choice(m, "model/router", {{"softmax", NP_ROUTER_SOFTMAX}, {"sigmoid", NP_ROUTER_SIGMOID}})
-                                               : NP_ROUTER_SOFTMAX;
-    shape.router_reads = json_has(m, "model/router_reads")
-                             ? choice(m, "model/router_reads", {{"feed_forward", NP_READS_FEED_FORWARD}, {"layer", NP_READS_LAYER}})
-                             : NP_READS_FEED_FORWARD;
-    shape.parallel = json_has(m, "model/parallel") && json_truth(m, "model/parallel");
-    shape.head_norm = json_truth(m, "model/head_norm");
-    shape.norm_epsilon = static_cast<float>(json_real(m, "model/norm_epsilon"));
-    shape.embedding_scale = real_or(m, "model/embedding_scale", 1);
-    shape.logit_scale = real_or(m, "model/logit_scale", 1);
-    shape.rotary_scale = 1;
-    shape.attention_scale = real_or(m, "model/attention_scale", 1);
-    shape.residual_scale = real_or(m, "model/residual_scale", 1);
-    shape.cluster_neurons = number(m, "layout/cluster_neurons");
-    shape.clusters = number(m, "layout/clusters");
-    shape.block_neurons = number(m, "layout/block_neurons");
-    shape.blocks = number(m, "layout/blocks");
-    shape.gate = place_of(m, "gate");
-    shape.up = place_of(m, "up");
-    shape.down = place_of(m, "down");
-    for (size_t n = 0; const char *kind = json_item(m, "model/layer_kinds", n); n++) {
+    read_numbers(engine, "shape/", NP_SHAPE_FIELDS, &shape);
+    if (!shape.gated || shape.activation_threshold != 0 || (shape.activation != NP_RELU && shape.activation != NP_DRELU))
+        run_fail("model/activation", "this worker computes relu and drelu with a gate, without a threshold; use our own prefill worker");
+    for (size_t n = 0; const char *numbers = json_item(engine, "layers", n); n++) {
         np_layer layer = {};
-        layer.key_heads = shape.key_heads;
-        layer.head_width = shape.head_width;
-        layer.window_tokens = number_or(kind, "window_tokens", 0);
-        layer.rotary = !json_has(kind, "rotary") || json_truth(kind, "rotary");
-        if (json_has(kind, "key_heads") || json_has(kind, "head_width") || json_has(kind, "value_from_key"))
-            run_fail("model/layer_kinds", "this worker computes no models whose layers have other heads; use our own prefill worker");
-        if (json_has(kind, "mixer") || json_has(kind, "feed_forward"))
-            run_fail("model/layer_kinds", "this worker computes no recurrent layers; use our own prefill worker");
-        if (json_has(kind, "local_positions"))
-            run_fail("model/layer_kinds", "this worker computes no models with two tables of positions; use our own prefill worker");
-        if (json_has(kind, "dense_experts"))
-            run_fail("model/layer_kinds", "this worker computes no mixtures with layers that have no router; use our own prefill worker");
-        layer.experts = shape.experts;
-        layer.routed_experts = shape.experts > 1 ? shape.experts : 0;
-        const uint32_t layers = number(kind, "layers");
-        if (layers > MAX_LAYERS - layers_.size())
-            run_fail("model/layer_kinds", "has too many layers");
-        for (uint32_t i = 0; i < layers; i++, layers_.push_back(layer)) {
-            layer.first_ffn = static_cast<uint32_t>(layers_.size()) * shape.experts;
-            layer.cached_before = static_cast<uint32_t>(layers_.size()) * 2 * shape.key_heads * shape.head_width;
-        }
+        read_numbers(numbers, "", NP_LAYER_FIELDS, &layer);
+        layers_.push_back(layer);
     }
-    shape.layers = static_cast<uint32_t>(layers_.size());
+    if (layers_.size() != shape.layers)
+        run_fail("engine.json", "has another number of layers than its shape");
+    free(engine);
+    static_inputs = 0;
+    if (json_has(manifest_, "npu") && choice(manifest_, "npu/scaling", {{"token", 0}, {"static", 1}}))
+        static_inputs = json_real(manifest_, "npu/ranges/neurons/inputs");
 }
 
 /* ---- the plan -------------------------------------------------------------------------------------------------------- */
-/* Co-located scales: `bytes` of the trigger part from `from` on lie at the end of value slots. */
-void Job::move_scales(uint32_t from, uint32_t bytes)
-{
-    for (np_matrix_place *place : {&shape.up, &shape.down}) {
-        if (!bytes || place->scales_part != NP_TRIGGER)
-            continue;
-        if (place->scales < from || place->scales - from >= bytes || shape.slot_bytes[NP_VALUE] < bytes)
-            run_fail("plan.json", "moves scales that the package has elsewhere");
-        place->scales_part = NP_VALUE;
-        place->scales = shape.slot_bytes[NP_VALUE] - bytes + (place->scales - from);
-    }
-}
-
 void Job::read_plan()
 {
     const uint32_t index = number(run_environment("INDEX"), "");
@@ -168,8 +99,6 @@ void Job::read_plan()
     prefetch_ = json_truth(plan_, "compute/prefetch");
     pipeline_ = json_truth(plan_, "compute/pipeline");
     bundle_ = json_truth(plan_, "flash/bundle");
-    shape.context_tokens = number(plan_, "compute/context_tokens");
-    move_scales(number(plan_, "memory/moved_scales_from"), number(plan_, "memory/moved_scales_bytes"));
     if (!threads || !window_blocks)
         run_fail("plan.json", "prefill has no threads, or no window");
     bool is_found = false;
@@ -229,7 +158,8 @@ void Job::open_segments()
     const char *const names[NP_PARTS] = {"trigger_slots", "value_slots"};
     for (int part = 0; part < NP_PARTS; part++) {
         shared_.slots[part] = static_cast<uint8_t *>(segment_field(&slots_, names[part], lengths));
-        shape.slot_bytes[part] = static_cast<uint32_t>(lengths[1]);
+        if (lengths[1] != shape.slot_bytes[part])
+            run_fail(names[part], "has slots of another size than the engine's");
     }
 }
 
@@ -237,7 +167,8 @@ np_shared Job::shared(uint32_t number) const
 {
     const np_shape &s = shape;
     const size_t tokens = max_tokens, heads_width = static_cast<size_t>(s.query_heads) * s.head_width;
-    const size_t clusters = static_cast<size_t>(s.layers) * s.experts * s.clusters, window = first_window_ + number;
+    const size_t ffns = layers_.empty() ? 0 : static_cast<size_t>(layers_.back().first_ffn) + layers_.back().experts;
+    const size_t clusters = ffns * s.clusters, window = first_window_ + number;
     size_t ring[2];
     np_shared view = shared_;
     view.residual = elements<float>(stage_, "residual", tokens * s.width);
@@ -285,9 +216,10 @@ np_engine_config Job::config(uint32_t product_blocks) const
 }
 
 /* ---- the fixed tensors ------------------------------------------------------------------------------------------------ */
-const void *Job::tensor(const std::string &name, size_t bytes) const
+const void *Job::tensor(const std::string &name, size_t bytes)
 {
     const std::string path = name + "/data_offsets";
+    tensors_used_ += has_tensor(name);
     const char *first = json_item(header_.c_str(), path.c_str(), 0), *second = json_item(header_.c_str(), path.c_str(), 1);
     const uint64_t from = first ? json_number(first, "") : 0, end = second ? json_number(second, "") : 0;
     if (from > end || end > tensors_bytes_ || end - from != bytes)
@@ -295,21 +227,37 @@ const void *Job::tensor(const std::string &name, size_t bytes) const
     return tensors_ + from;
 }
 
-np_matrix Job::matrix(const std::string &name, size_t rows, size_t columns) const
+bool Job::has_tensor(const std::string &name) const
+{
+    return json_has(header_.c_str(), name.c_str());
+}
+
+np_matrix Job::matrix(const std::string &name, size_t rows, size_t columns)
 {
     const int type = quantization_at(manifest_, "quantizations/" + name, shape.type);
     return {tensor(name + ".quants", rows * np_quant_bytes(type, columns)), tensor(name + ".scales", rows * np_scale_bytes(type, columns)),
             type, 0};
 }
 
-const float *Job::vector_named(const std::string &name, size_t length, bool is_there) const
+/* NULL if the package has no such tensor. */
+const float *Job::vector_named(const std::string &name, size_t length)
 {
-    return is_there ? static_cast<const float *>(tensor(name, length * sizeof(float))) : nullptr;
+    return has_tensor(name) ? static_cast<const float *>(tensor(name, length * sizeof(float))) : nullptr;
 }
 
-np_norm Job::norm(const std::string &name) const
+np_norm Job::norm(const std::string &name)
 {
-    return {vector_named(name, shape.width), vector_named(name + ".bias", shape.width, shape.norm == NP_NORM_LAYER)};
+    return {vector_named(name, shape.width), vector_named(name + ".bias", shape.width)};
+}
+
+/* End the run unless every tensor has its place in `fixed`: the engine would compute another model without the others. */
+void Job::require_all_used() const
+{
+    size_t tensors = 0;
+    for (size_t at = 0; (at = header_.find("\"data_offsets\"", at)) != std::string::npos; at++)
+        tensors++;
+    if (tensors != tensors_used_)
+        run_fail("model", "this worker does not compute this model's routers or attention; use our own prefill worker");
 }
 
 void Job::open_fixed()
@@ -326,7 +274,6 @@ void Job::open_fixed()
     header_.assign(reinterpret_cast<const char *>(file) + sizeof length, length);
     tensors_ = file + sizeof length + length;
     tensors_bytes_ = bytes - sizeof length - length;
-    const bool qkv_bias = json_truth(manifest_, "model/qkv_bias"), output_bias = json_truth(manifest_, "model/output_bias");
     for (uint32_t n = 0; n < s.layers; n++) {
         const std::string name = "layers." + std::to_string(n) + ".";
         np_layer &layer = layers_[n];
@@ -334,19 +281,20 @@ void Job::open_fixed()
         layer.attention_output = matrix(name + "attention_output", s.width, heads_width);
         layer.attention_norm = norm(name + "attention_norm");
         layer.ffn_norm = norm(name + "ffn_norm");
-        layer.qkv_bias = vector_named(name + "qkv.bias", qkv, qkv_bias);
-        layer.attention_output_bias = vector_named(name + "attention_output.bias", s.width, output_bias);
-        layer.query_norm = vector_named(name + "query_norm", s.head_width, s.head_norm);
-        layer.key_norm = vector_named(name + "key_norm", s.head_width, s.head_norm);
-        layer.router = vector_named(name + "router", static_cast<size_t>(s.experts) * s.width, s.experts > 1);
+        layer.qkv_bias = vector_named(name + "qkv.bias", qkv);
+        layer.attention_output_bias = vector_named(name + "attention_output.bias", s.width);
+        layer.query_norm = vector_named(name + "query_norm", static_cast<size_t>(s.joint_norm ? s.query_heads : 1) * s.head_width);
+        layer.key_norm = vector_named(name + "key_norm", static_cast<size_t>(s.joint_norm ? s.key_heads : 1) * s.head_width);
+        layer.router = vector_named(name + "router", static_cast<size_t>(layer.routed_experts) * s.width);
     }
     fixed.embedding = matrix("embedding", s.vocabulary, s.width);
     fixed.output = json_truth(manifest_, "model/tied_embeddings") ? fixed.embedding : matrix("output", s.vocabulary, s.width);
     fixed.output_norm = norm("output_norm");
-    fixed.inverse_frequency = vector_named("rope.inverse_frequency", s.head_width / 2, s.rotary);
+    fixed.inverse_frequency = vector_named("rope.inverse_frequency", s.head_width / 2);
     const size_t positions = number(manifest_, "model/context_tokens");
-    fixed.position_embedding = vector_named("position_embedding", positions * s.width, !s.rotary);
+    fixed.position_embedding = vector_named("position_embedding", positions * s.width);
     fixed.layers = layers_.data();
+    require_all_used();
 }
 
 /* ---- the job --------------------------------------------------------------------------------------------------------- */

@@ -40,12 +40,13 @@ public:
 private:
     void read_plan();
     void read_shape();
-    void move_scales(uint32_t from, uint32_t bytes);
     void open_segments();
-    const void *tensor(const std::string &name, size_t bytes) const;
-    np_matrix matrix(const std::string &name, size_t rows, size_t columns) const;
-    const float *vector_named(const std::string &name, size_t length, bool is_there = true) const;
-    np_norm norm(const std::string &name) const;
+    bool has_tensor(const std::string &name) const;
+    const void *tensor(const std::string &name, size_t bytes);
+    np_matrix matrix(const std::string &name, size_t rows, size_t columns);
+    const float *vector_named(const std::string &name, size_t length);
+    np_norm norm(const std::string &name);
+    void require_all_used() const;
 
     const char *run_file_, *plan_, *manifest_;
     segment fixed_segment_, slots_, residency_, kv_segment_, exchange_, trace_, stage_;
@@ -56,7 +57,7 @@ private:
     int doorbell_;
     std::string header_;          /* of the fixed tensors, in JSON */
     const uint8_t *tensors_;      /* behind the header */
-    size_t tensors_bytes_;
+    size_t tensors_bytes_, tensors_used_ = 0;
     std::vector<np_layer> layers_;
 };
 #endif
