@@ -617,6 +617,7 @@ typedef struct {
     int32_t norm_after_rotation;    /* 1: with head_norm, after they are rotated */
     int32_t joint_norm;             /* 1: all heads of queries are RMS-normed together before they are rotated, and all heads of keys */
     int32_t value_norm;             /* 1: each head of values is RMS-normed, without weights */
+    float qkv_limit;                /* queries, keys and values are clipped to this magnitude before heads are rotated; 0: they are not. Not with latents */
     int32_t rotary;                 /* 1: heads are rotated; 0: learned position embeddings are added to the token embeddings */
     int32_t type;                   /* the inputs of the layers' matrices are prepared for this type: each has it, or another that reads the same inputs. With
                                      * NP_SILU, NP_CLAMPED_SWIGLU, NP_GELU and NP_GELU_ERF attention's matrices may have any quantized type */

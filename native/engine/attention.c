@@ -42,12 +42,21 @@ static void rotate(const np_engine *engine, const np_layer *l, int32_t position,
         }
 }
 
-/* Norm and rotate a query or a key, if the model and the layer do. */
+/* Clip a normed head, if the model does. NaN stays NaN. */
+static void clip(const np_shape *s, size_t width, float *head)
+{
+    const float limit = s->qkv_limit;
+    for (size_t j = 0; limit > 0.0f && j < width; j++)
+        head[j] = head[j] > limit ? limit : head[j] < -limit ? -limit : head[j];
+}
+
+/* Norm, clip and rotate a query or a key, if the model and the layer do. */
 static void norm_and_rotate(const np_engine *engine, const np_layer *l, const float *norm, int32_t position, float *head)
 {
     const np_shape *s = &engine->shape;
     if (s->head_norm && !s->norm_after_rotation)
         np_rms_norm(head, norm, l->head_width, s->norm_epsilon, head);
+    clip(s, l->head_width, head);
     if (s->rotary && l->rotary)
         rotate(engine, l, position, head);
     if (s->norm_after_rotation)
@@ -81,12 +90,13 @@ static void norm_jointly(np_engine *engine, uint32_t layer)
     }
 }
 
-/* Store a value, normed if the model does. It may be overwritten. */
+/* Store a value, normed and clipped if the model does. It may be overwritten. */
 static void store_value(np_engine *engine, uint32_t layer, uint32_t key_head, uint32_t t, float *value)
 {
     const size_t position = (size_t)engine->position[t], width = engine->fixed.layers[layer].head_width;
     if (engine->shape.value_norm)
         np_rms_norm(value, NULL, width, engine->shape.norm_epsilon, value);
+    clip(&engine->shape, width, value);
     np_f32_to_f16(value, width, kv_of(engine, layer, (uint32_t)engine->sequence[t], key_head, 1) + position * width);
 }
 

@@ -12,7 +12,7 @@ typedef struct {
     double minimum, maximum;
 } np_field;
 
-#define NP_FIELD_NAMES 0x3008639cu /* a checksum of all names */
+#define NP_FIELD_NAMES 0x06ce2b2fu /* a checksum of all names */
 
 static const np_field NP_SHAPE_FIELDS[] = {
     {"width", offsetof(np_shape, width), NP_FIELD_UINT32, 1, 1048576},
@@ -56,6 +56,7 @@ static const np_field NP_SHAPE_FIELDS[] = {
     {"norm_after_rotation", offsetof(np_shape, norm_after_rotation), NP_FIELD_INT32, 0, 1},
     {"joint_norm", offsetof(np_shape, joint_norm), NP_FIELD_INT32, 0, 1},
     {"value_norm", offsetof(np_shape, value_norm), NP_FIELD_INT32, 0, 1},
+    {"qkv_limit", offsetof(np_shape, qkv_limit), NP_FIELD_FLOAT, 0.0, 1000000.0},
     {"rotary", offsetof(np_shape, rotary), NP_FIELD_INT32, -2147483648, 2147483647},
     {"type", offsetof(np_shape, type), NP_FIELD_INT32, -2147483648, 2147483647},
     {"activation", offsetof(np_shape, activation), NP_FIELD_INT32, 0, 6},

@@ -171,6 +171,8 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     norm_after_rotation: queries and keys are normed, each head by itself, after they are rotated
     joint_norm: queries and keys are RMS-normed, all heads together, before they are rotated
     value_norm: values are RMS-normed without weights, each head by itself
+    qkv_limit: largest magnitude of the elements of queries, keys and values, which are clipped to it after their norms
+        and before they are rotated; 0: they are not. Not with latents
     activation: activation of the feed-forward
     gated: the feed-forward has Gate beside Up and Down
     qkv_bias: the projections of queries, keys and values have biases
@@ -240,6 +242,7 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     norm_after_rotation: bool = False
     joint_norm: bool = False
     value_norm: bool = False
+    qkv_limit: Threshold = 0.0
     activation: Activation
     gated: RequiredFlag = True
     qkv_bias: RequiredFlag = False
@@ -307,7 +310,8 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
         for field in ("parallel", "latent_width"):
             self._require(field, plain or not getattr(self, field), "needs attention and a feed-forward in every layer")
         self._require("norms", plain or self.norms == "before", f"{self.norms} needs attention in every layer")
-        self._require("gated_attention", not (self.gated_attention and self.latent_width), "not supported with latents")
+        for field in ("gated_attention", "qkv_limit"):
+            self._require(field, not (getattr(self, field) and self.latent_width), "not supported with latents")
 
     def _require_routing(self) -> None:
         for field in ("router_bias", "choosing_bias", "shared_gate", "router_norm", "expert_scales", "branch_norms"):

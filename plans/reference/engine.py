@@ -104,6 +104,11 @@ def capped(x: Array, cap: float) -> Array:
     return np.asarray(np.float32(cap) * np.tanh(x / np.float32(cap)), dtype=np.float32) if cap else x
 
 
+def clipped(x: Array, limit: float) -> Array:
+    """Return x with elements of at most this magnitude; x itself if the limit is 0."""
+    return np.clip(x, np.float32(-limit), np.float32(limit)) if limit else x
+
+
 def attend(
     queries: Array, keys: Array, values: Array, window_tokens: int, sinks: Array | None = None, score_cap: float = 0.0
 ) -> Array:
@@ -290,10 +295,10 @@ class ReferenceEngine:
         all_heads = np.split(qkv.reshape(len(normed), -1, heads.width), ends[:-1])
         for end, part in zip(ends, all_heads, strict=True):
             queries, keys, values = np.split(part, (heads.query_heads, heads.query_heads + heads.key_heads), axis=1)
-            if heads.value_from_key:
-                values = keys
+            values = keys if heads.value_from_key else values
             if model.value_norm:
                 values = rms_norm(values, np.ones(heads.width, dtype=np.float32), model.norm_epsilon)
+            values = clipped(values, model.qkv_limit)
             scale = model.local_attention_scale if model.local_layers[layer] else model.attention_scale
             queries = self._placed(layer, "query_norm", queries) * np.float32(scale)
             keys = self._placed(layer, "key_norm", keys)
@@ -341,16 +346,17 @@ class ReferenceEngine:
         return product
 
     def _placed(self, layer: int, norm: str, heads: Array) -> Array:
-        """Return queries or keys [tokens, heads, head_width] after norm and rotation, if the model has them."""
+        """Return queries or keys [tokens, heads, head_width] after norm, limit and rotation, if the model has them."""
         model, norm = self._model, f"layers.{layer}.{norm}"
         if model.norm_after_rotation:
-            return rms_norm(self._rotated(layer, heads), self._weights.vector(norm), model.norm_epsilon)
+            rotated = self._rotated(layer, clipped(heads, model.qkv_limit))
+            return rms_norm(rotated, self._weights.vector(norm), model.norm_epsilon)
         if model.head_norm:
             heads = rms_norm(heads, self._weights.vector(norm), model.norm_epsilon)
         if model.joint_norm:
             joint = rms_norm(heads.reshape(len(heads), -1), self._weights.vector(norm), model.norm_epsilon)
             heads = joint.reshape(heads.shape)
-        return self._rotated(layer, heads)
+        return self._rotated(layer, clipped(heads, model.qkv_limit))
 
     def _rotated(self, layer: int, heads: Array) -> Array:
         model = self._model

@@ -158,6 +158,14 @@ SPECS = {
         family="llama", width=96, neurons=200, query_heads=3, key_heads=3, head_width=32, joint_norm=True,
         layer_kinds=(LayerKind(2, value_from_key=True), LayerKind(1, key_heads=1)), activation="relu", **COMMON,
     ),
+    "clipped": ModelSpec(
+        family="llama", width=96, neurons=200, query_heads=6, key_heads=2, head_width=32, qkv_limit=0.6,
+        layer_kinds=(LayerKind(2), LayerKind(1, value_from_key=True)), activation="relu", qkv_bias=True, **COMMON,
+    ),
+    "clipped after joint norms": ModelSpec(
+        family="llama", width=96, neurons=200, query_heads=3, key_heads=3, head_width=32, qkv_limit=0.6,
+        layer_kinds=(LayerKind(2),), activation="silu", joint_norm=True, value_norm=True, **COMMON,
+    ),
     "gemma 4": ModelSpec(
         family="llama", width=160, neurons=64, experts=8, experts_per_token=3, shared_experts=2, router_norm=True,
         expert_scales=True, branch_norms=True, layer_scales=True, layer_kinds=(
