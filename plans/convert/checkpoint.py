@@ -408,11 +408,12 @@ class _Tensors:
             self.matrices[ffn_name(self._model, prefix, number, "down")] = (matrix,)
 
     def _take_norm(self, name: str, stored: str) -> None:
-        self.vectors[name] = (self._weight(stored, self._model.width).plus(self._norm_offset),)
+        width, names, (embedding, *_) = self._model.width, self._names, self.matrices["embedding"]
+        weight = self._weight(stored, width).plus(self._norm_offset) if names.norm_weight else None
+        self.vectors[name] = (weight or embedding.instead(width, 1),)
         if self._model.norm == "layer":
-            width, has_bias = self._model.width, self._names.norm_bias
-            bias = self._bias(stored, width) if has_bias else self._weight(stored, width).as_column().zeros()
-            self.vectors[f"{name}.bias"] = (bias,)
+            bias = self._bias(stored, width) if names.norm_weight and names.norm_bias else None
+            self.vectors[f"{name}.bias"] = (bias or embedding.instead(width, 0),)
 
     def _take_experts(self, layer: str, name: str, rows: int, columns: int) -> Sequence[StoredMatrix]:
         """Return the matrix [rows, columns] with this name of each expert of a layer."""

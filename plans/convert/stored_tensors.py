@@ -58,9 +58,10 @@ class StoredMatrix:
         """Return a matrix of some stored rows."""
         return replace(self, rows=len(rows), order=rows)
 
-    def zeros(self) -> StoredMatrix:
-        """Return a matrix as large as this one, of zeros."""
-        return replace(self, order=np.full(self.rows, -1, dtype=np.int64))
+    def instead(self, length: int, value: float) -> StoredMatrix:
+        """Return a vector of equal elements, which the source does not have. Errors name this tensor."""
+        absent = np.full(length, -1, dtype=np.int64)
+        return StoredMatrix(self.name, self.file, self.offset, length, 1, "F32", order=absent, offset_added=value)
 
     def rows_from(self, first: int, count: int) -> StoredMatrix:
         """Return a matrix of `count` stored rows, from row `first` on. Raises UserError if there are fewer."""

@@ -50,6 +50,7 @@ class TensorNames:
     gate_up: the tensor in which the rows of each expert's gate precede those of its up
     joined_gate_up: the tensor in which the rows of gate and up of all experts alternate
     attention_norm, ffn_norm: norms of what attention and feed-forward read
+    norm_weight: norms have weights; without them, and then without biases, a package has ones
     norm_bias: LayerNorm has biases; without them a package has zeros
     attention_output_norm, ffn_output_norm: norms of what they add to the residual stream
     routed_norm, routed_output_norm, shared_output_norm: with norms of branches, those of the input and output of chosen
@@ -107,6 +108,7 @@ class TensorNames:
     sinks: str | None = None
     positions: str | None = None
     first_position: int = 0
+    norm_weight: bool = True
     norm_bias: bool = True
     router: str | None = None
     choosing_bias: str | None = None
@@ -212,7 +214,7 @@ class GgufArchitecture:
     latents: attention has latents, with heads whose ends are rotated by neighbouring elements
     harmless: a regular expression of the names of tensors that may be present and are ignored
     norm: norm of the layers; weights of LayerNorm have no offset, unlike those of checkpoints (`norm_offset`)
-    norm_bias: the field of TensorNames
+    norm_weight, norm_bias: the fields of TensorNames
     gated: the feed-forward has Gate beside Up and Down
     parallel: when attention and feed-forward are computed from the same input, after one norm or one norm each: if the
         file has no norm of the feed-forward (one norm), or unless `use_parallel_residual` denies it (stated)
@@ -250,6 +252,7 @@ class GgufArchitecture:
     latents: bool = False
     harmless: str = r"(?!)"
     norm: NormKind = "rms"
+    norm_weight: bool = True
     norm_bias: bool = True
     gated: bool = True
     parallel: Literal["never", "always", "one norm", "stated"] = "never"

@@ -1,7 +1,7 @@
 """OLMoE and MiniMax-M2: mixtures whose queries and keys are normed over all heads together.
 
-OLMoE's shares are a softmax over all experts and do not sum to 1. MiniMax-M2's are sigmoids, with a bias that only
-chooses, and a part of each head rotates.
+OLMoE's shares are a softmax over all experts and do not sum to 1, and it may limit queries, keys and values.
+MiniMax-M2's are sigmoids, with a bias that only chooses, and a part of each head rotates.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from neuronpipe.plans.models.configuration import EXPERT_NAMES, GATED_DEFAULTS, 
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.mixtral import NAMES as MIXTRAL_NAMES
 from neuronpipe.plans.models.mixture_configuration import Mixture
+from neuronpipe.plans.models.olmo import clip_limit
 from neuronpipe.plans.models.spec import MAX, ModelSpec
 from neuronpipe.plans.strict_json import Record
 
@@ -59,15 +60,13 @@ MINIMAX_NAMES = replace(MIXTRAL_NAMES, choosing_bias="block_sparse_moe.e_score_c
 def _olmoe(config: Record, has: Has, choices: Choices) -> ModelSpec:
     if config.boolean("attention_bias"):
         config.fail("attention_bias", "is true: biases of attention are not supported in this class")
-    if config.has("clip_qkv"):
-        config.fail("clip_qkv", "limits queries, keys and values: not supported")
     experts = config.integer("num_experts", 2, MAX.experts)
     mixture = Mixture(
         experts,
         config.integer("num_experts_per_tok", 1, experts),
         normalized_shares=config.boolean("norm_topk_prob"),
     )
-    return _model(config, has, choices, mixture)
+    return _model(config, has, choices, mixture, clip_limit(config))
 
 
 def _minimax(config: Record, has: Has, choices: Choices) -> ModelSpec:
@@ -76,7 +75,7 @@ def _minimax(config: Record, has: Has, choices: Choices) -> ModelSpec:
     return _model(config, has, choices, Mixture(experts, chosen, router="sigmoid", choosing_bias=True))
 
 
-def _model(config: Record, has: Has, choices: Choices, mixture: Mixture) -> ModelSpec:
+def _model(config: Record, has: Has, choices: Choices, mixture: Mixture, qkv_limit: float = 0.0) -> ModelSpec:
     return gated_model(
         config,
         choices,
@@ -86,6 +85,7 @@ def _model(config: Record, has: Has, choices: Choices, mixture: Mixture) -> Mode
         qkv_bias=False,
         joint_norm=True,
         mixture=mixture,
+        further={"qkv_limit": qkv_limit},
     )
 
 

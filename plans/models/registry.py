@@ -26,6 +26,7 @@ from neuronpipe.plans.models import (
     mixtral,
     nemotron,
     nemotron_h,
+    olmo,
     olmo2,
     olmoe,
     opt,
@@ -73,6 +74,7 @@ FAMILIES: Mapping[str, Family] = {
         cohere.FAMILY,
         gpt_neox.FAMILY,
         bailing.FAMILY,
+        olmo.FAMILY,
     )
 }
 

@@ -66,6 +66,7 @@ MODEL_TYPES = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "OlmoeForCausalLM": "olmoe",
+    "OlmoForCausalLM": "olmo",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "Dots1ForCausalLM": "dots1",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
@@ -184,6 +185,7 @@ class Named:
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}."
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # one: of both in parallel
+    norm_weight: bool = True
     norm_bias: bool = True
     projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one of all three
     attention_output: str = "self_attn.o_proj"
@@ -196,6 +198,7 @@ class Named:
 COHERE = Named(norms=("input_layernorm",), norm_bias=False, biased=("qkv", "output"))
 LAYER_NORMED = {
     "StableLmForCausalLM": Named(),
+    "OlmoForCausalLM": Named(norm_weight=False, norm_bias=False),
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE,
     "GPTNeoXForCausalLM": Named(
@@ -645,6 +648,14 @@ RECIPES = {
         Recipe(
             "stablelm parallel", "StableLmForCausalLM", "silu", 160, 333, 3, 5, 5, 32, tied=True,
             config={"use_parallel_residual": True, "partial_rotary_factor": 0.5},
+        ),
+        Recipe(
+            "olmo", "OlmoForCausalLM", "silu", 128, 200, 3, 4, 2, 32, dtype="BF16", config={"clip_qkv": 1.25},
+        ),
+        Recipe("olmo unclipped", "OlmoForCausalLM", "silu", 96, 150, 2, 3, 3, 32, tied=True),
+        Recipe(
+            "olmoe clipped", "OlmoeForCausalLM", "silu", 96, 60, 2, 3, 3, 32, experts=6,
+            config={"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False, "clip_qkv": 0.75},
         ),
         Recipe(
             "cohere", "CohereForCausalLM", "silu", 160, 270, 3, 5, 1, 32, tied=True, dtype="BF16",
@@ -1343,7 +1354,8 @@ def _layer_normed_tensors(recipe: Recipe, names: Named) -> Iterator[tuple[str, A
             yield made(f"{name}.bias", (rows,), 0.3)
 
     def norm(name: str) -> Iterator[tuple[str, Array]]:
-        yield made(f"{name}.weight", (width,), 0.1, 1.0)
+        if names.norm_weight:
+            yield made(f"{name}.weight", (width,), 0.1, 1.0)
         if names.norm_bias:
             yield made(f"{name}.bias", (width,), 0.2)
 

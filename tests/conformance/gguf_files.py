@@ -97,6 +97,7 @@ ARCHITECTURES = {
     "Dots1ForCausalLM": "dots1",
     "Qwen2MoeForCausalLM": "qwen2moe",
     "OlmoeForCausalLM": "olmoe",
+    "OlmoForCausalLM": "olmo",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "MiniMaxM2ForCausalLM": "minimax-m2",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
@@ -116,8 +117,8 @@ ARCHITECTURES = {
     "BailingMoeV2ForCausalLM": "bailingmoe2",
     "Starcoder2ForCausalLM": "starcoder2",
 }
-INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe", "bailingmoe")
-LAYER_NORM = ("falcon", "nemotron", "stablelm", "command-r", "cohere2", "gptneox", "starcoder2")
+INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe", "bailingmoe", "olmo")
+LAYER_NORM = ("falcon", "nemotron", "stablelm", "command-r", "cohere2", "gptneox", "starcoder2", "olmo")
 
 
 def gguf_name(name: str, *, normed: bool = False) -> str:

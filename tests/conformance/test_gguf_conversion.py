@@ -102,6 +102,8 @@ def test_models_without_a_gate_are_the_same_package(
         ("stablelm parallel", {}),
         ("gpt neox", {"gptneox.use_parallel_residual": True}),
         ("starcoder2", {"starcoder2.attention.sliding_window": 9}),
+        ("olmo", {"olmo.attention.clamp_kqv": 1.25}),
+        ("olmo unclipped", {}),
         ("cohere", {"command-r.logit_scale": 0.5}),
         ("cohere2", {"cohere2.logit_scale": 0.75, "cohere2.attention.sliding_window": 9}),
     ],

@@ -33,6 +33,9 @@ ABLATIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("gpt neox in turn", "gelu"): {"activation": "relu"},
     ("starcoder2", "windows"): {"layer_kinds": (LayerKind(3),)},
     ("starcoder2", "gelu"): {"activation": "relu"},
+    ("olmo", "a limit of queries, keys and values"): {"qkv_limit": 0.0},
+    ("olmo", "the mean that norms take away"): {"norm": "rms"},
+    ("olmoe clipped", "a limit of queries, keys and values"): {"qkv_limit": 0.0},
     ("stablelm parallel", "one input of attention and feed-forward"): {"parallel": False},
 }
 

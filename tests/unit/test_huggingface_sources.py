@@ -82,6 +82,7 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
         "Dots1Config",
         "Qwen2MoeConfig",
         "OlmoeConfig",
+        "OlmoConfig",
         "MiniMaxM2Config",
         "Ernie4_5_MoeConfig",
         "HunYuanMoEV1Config",

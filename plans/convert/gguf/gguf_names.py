@@ -63,7 +63,8 @@ def tensor_names(
     model: ModelSpec, architecture: GgufArchitecture, inventory: Inventory, layers: GgufLayers | None
 ) -> TensorNames:
     names = NAMES if model.experts == 1 else MIXTURE_NAMES
-    names = replace(names, ffn_norm=architecture.ffn_norm, norm_bias=architecture.norm_bias)
+    has_weights, has_biases = architecture.norm_weight, architecture.norm_bias
+    names = replace(names, ffn_norm=architecture.ffn_norm, norm_weight=has_weights, norm_bias=has_biases)
     if any(inventory.has(f"blk.{layer}.{JOINT_GATE_UP}.weight") for layer in range(model.layers)):
         names = replace(names, gate_up=JOINT_GATE_UP)
     if model.latent_width:

@@ -1,4 +1,4 @@
-"""The fields that GGUF files of Gemma, OLMo 2 and Cohere imply and do not state, as in llama.cpp's llama-model.cpp."""
+"""The fields that GGUF files of Gemma, OLMo and Cohere imply or call otherwise, as in llama.cpp's llama-model.cpp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 def with_implied_fields(metadata: Record, name: str, rules: GgufArchitecture, model: ModelSpec) -> ModelSpec:
-    """Return the model with norms of outputs, caps, factors and local positions. Raises UserError if they contradict
+    """Return the model with norms of outputs, limits, factors and local positions. Raises UserError if they contradict
     the file.
 
     name: general.architecture
@@ -45,6 +45,7 @@ def with_implied_fields(metadata: Record, name: str, rules: GgufArchitecture, mo
             logit_scale=logit_scale,
             score_cap=cap("attn_logit_softcapping", rules.score_cap),
             logit_cap=cap("final_logit_softcapping", rules.logit_cap),
+            qkv_limit=cap("attention.clamp_kqv", 0.0),
         )
     except SpecError as error:
         metadata.fail(error.field, error.complaint)

@@ -46,6 +46,7 @@ def main() -> None:
         transformers.Glm4MoeConfig,
         transformers.Qwen2MoeConfig,
         transformers.OlmoeConfig,
+        transformers.OlmoConfig,
         transformers.Ernie4_5_MoeConfig,
         transformers.Dots1Config,
         transformers.HunYuanMoEV1Config,
