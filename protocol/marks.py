@@ -15,7 +15,7 @@ Mark = TypeVar("Mark")
 
 @frozen
 class Range:
-    """The numbers that a field may hold. NaN is in no range.
+    """The numbers that a field may hold, or the number of a text's characters. NaN is in no range.
 
     exclusive: the minimum itself is not in the range
     """

@@ -160,7 +160,9 @@ def reader(annotation: Any, *, strict: bool = False) -> Reader:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         allowed = mark_of(annotation, Range) if strict else None
-        return reader(arguments[0], strict=strict) if allowed is None else number_within(arguments[0], allowed)
+        if allowed is None:
+            return reader(arguments[0], strict=strict)
+        return _text_within(allowed) if arguments[0] is str else number_within(arguments[0], allowed)
     if annotation is float:
         return _finite if strict else _float
     if strict and annotation in _STRICT:
@@ -187,8 +189,18 @@ def number_within(kind: type, allowed: Range) -> Reader:
 
     def read(value: Any) -> Any:
         if (number := plain(value)) not in allowed:
-            raise Mismatch(f"{quoted(value)} is outside {allowed.minimum}..{allowed.maximum}")
+            limits = f"not {allowed}" if allowed.exclusive else f"outside {allowed.minimum}..{allowed.maximum}"
+            raise Mismatch(f"{quoted(value)} is {limits}")
         return number
+
+    return read
+
+
+def _text_within(allowed: Range) -> Reader:
+    def read(value: Any) -> Any:
+        if type(value) is not str or not value.isprintable() or len(value) not in allowed:
+            raise Mismatch(f"expected at most {allowed.maximum} printable characters", value)
+        return value
 
     return read
 

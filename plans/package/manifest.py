@@ -11,14 +11,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.models.spec import ModelSpec, Share, Threshold
 from neuronpipe.plans.package.activity_profile import ActivityProfile, ProfileMode, profiles_as_json
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization, SlotPlaces
 from neuronpipe.plans.package.npu_section import NpuProfile
 from neuronpipe.plans.package.source_experts import SourceExperts
+from neuronpipe.plans.strict_json import MAX_LINE_CHARACTERS
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.marks import Range
 from neuronpipe.protocol.schema import to_json
 
 FORMAT = "neuronpipe-package"
@@ -44,6 +46,12 @@ ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down", "predic
 
 SOURCE_KINDS = ("huggingface", "gguf", "synthetic")
 
+MAX_RANK = 1 << 16
+
+Line = Annotated[str, Range(0, MAX_LINE_CHARACTERS)]
+Tokens = Annotated[int, Range(1, MAX_TEXT_TOKENS)]
+Perplexity = Annotated[float, Range(1.0, MAX_PERPLEXITY)]
+Rank = Annotated[int, Range(GROUP_WEIGHTS, MAX_RANK)]
 Side = Literal["gate", "up"]
 PredictorInput = Literal["attention", "feed_forward", "residual"]
 Hidden = Literal["none", "relu"]
@@ -76,9 +84,9 @@ class PredictorQuality:
     predicted: share of all neurons that are predicted
     """
 
-    recall: float
-    precision: float
-    predicted: float
+    recall: Share
+    precision: Share
+    predicted: Share
 
 
 @frozen(slots=True)
@@ -97,18 +105,18 @@ class Predictor:
         of the text with this name; all None if it was not measured
     """
 
-    rank: int
+    rank: Rank
     quantization: Quantization
     reads: PredictorInput
     sides: tuple[Side, ...]
     hidden: Hidden
-    calibration_tokens: int
+    calibration_tokens: Annotated[int, Range(0, MAX_TEXT_TOKENS)]
     by_layer: tuple[PredictorQuality, ...]
-    ranks: tuple[int, ...] | None = None
-    text: str | None = None
-    held_out_tokens: int | None = None
-    exact_perplexity: float | None = None
-    predicted_perplexity: float | None = None
+    ranks: tuple[Rank, ...] | None = None
+    text: Line | None = None
+    held_out_tokens: Tokens | None = None
+    exact_perplexity: Perplexity | None = None
+    predicted_perplexity: Perplexity | None = None
 
     @property
     def loss_share(self) -> float | None:
@@ -120,9 +128,6 @@ class Predictor:
     def rank_of(self, ffn: int) -> int:
         """Return the rank of a feed-forward's predictor. ffn: layer * experts + expert."""
         return self.rank if self.ranks is None else self.ranks[ffn]
-
-
-MAX_RANK = 1 << 16
 
 
 def package_rank(rank: int) -> int:
@@ -138,8 +143,8 @@ class SilentLayer:
     share: share of silent neurons, on held-out text in mode thresholded
     """
 
-    threshold: float
-    share: float
+    threshold: Threshold
+    share: Share
 
 
 @frozen(slots=True)
@@ -152,13 +157,13 @@ class Silent:
     held_out_tokens: other tokens of the text, on which perplexities were measured
     """
 
-    share: float
+    share: Annotated[float, Range(0.0, MAX_SILENT_SHARE)]
     by_layer: tuple[SilentLayer, ...]
-    text: str
-    calibration_tokens: int
-    held_out_tokens: int
-    exact_perplexity: float
-    thresholded_perplexity: float
+    text: Line
+    calibration_tokens: Tokens
+    held_out_tokens: Tokens
+    exact_perplexity: Perplexity
+    thresholded_perplexity: Perplexity
 
     @property
     def loss_share(self) -> float:
@@ -307,11 +312,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "name": manifest.name,
-        "source": {
-            name: value
-            for name, value in asdict(manifest.source).items()
-            if value or name not in ("weights", "importance")
-        },
+        "source": to_json(manifest.source),
         "model": to_json(manifest.model),
         "quantization": manifest.quantization,
         **({"quantizations": dict(manifest.quantizations)} if manifest.quantizations else {}),
@@ -353,15 +354,15 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         if manifest.trigger_fired_by_layer is not None:
             values["activity"]["trigger_fired_by_layer"] = list(manifest.trigger_fired_by_layer)
     if manifest.predictor is not None:
-        values["predictor"] = {name: value for name, value in asdict(manifest.predictor).items() if value is not None}
+        values["predictor"] = to_json(manifest.predictor)
     if manifest.silent is not None:
-        values["silent"] = asdict(manifest.silent)
+        values["silent"] = to_json(manifest.silent)
     if manifest.npu is not None:
-        values["npu"] = asdict(manifest.npu)
+        values["npu"] = to_json(manifest.npu)
     if manifest.profiles:
         values["profiles"] = profiles_as_json(manifest.profiles)
     if manifest.chat is not None:
-        values["chat"] = asdict(manifest.chat)
+        values["chat"] = to_json(manifest.chat)
     if manifest.workload is not None:
         values["workload"] = {
             "seed": manifest.workload.seed,

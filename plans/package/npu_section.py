@@ -6,12 +6,13 @@ that follow from the shape (`token`), or all tokens within ranges measured on a 
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.strict_json import Record
+from neuronpipe.plans.models.spec import ModelSpec, Share
+from neuronpipe.plans.strict_json import MAX_LINE_CHARACTERS, Record
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.marks import Range
 
 Scaling = Literal["token", "static"]
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
@@ -19,6 +20,10 @@ MAX_RANGE = 1e30
 MAX_PERPLEXITY = 1e300
 MAX_TEXT_TOKENS = 1 << 50
 MAX_ERROR = 1e6
+Magnitude = Annotated[float, Range(0.0, MAX_RANGE, exclusive=True)]
+Size = Annotated[int, Range(1, 1 << 30)]
+Tokens = Annotated[int, Range(1, MAX_TEXT_TOKENS)]
+Perplexity = Annotated[float, Range(1.0, MAX_PERPLEXITY)]
 AGAIN = "measure again: `neuronpipe profile PACKAGE --npu`"
 
 
@@ -30,10 +35,10 @@ class MatrixRange:
     products: greatest magnitude of products of inputs and rows, with rows as signed bytes
     """
 
-    rows: int
-    columns: int
-    inputs: float
-    products: float
+    rows: Size
+    columns: Size
+    inputs: Magnitude
+    products: Magnitude
 
 
 @frozen(slots=True)
@@ -46,11 +51,11 @@ class NeuronRange:
     outputs: sums over the neurons of one product
     """
 
-    inputs: float
-    gate: float
-    up: float
-    hidden: float
-    outputs: float
+    inputs: Magnitude
+    gate: Magnitude
+    up: Magnitude
+    hidden: Magnitude
+    outputs: Magnitude
 
 
 @frozen(slots=True)
@@ -74,10 +79,10 @@ class Loss:
     """
 
     scaling: Scaling
-    perplexity: float
-    agreement: float
-    recomputed_share: float
-    error_by_layer: tuple[float, ...]
+    perplexity: Perplexity
+    agreement: Share
+    recomputed_share: Share
+    error_by_layer: tuple[Annotated[float, Range(0.0, MAX_ERROR)], ...]
 
 
 @frozen(slots=True)
@@ -91,10 +96,10 @@ class NpuProfile:
     """
 
     scaling: Scaling
-    text: str
-    calibration_tokens: int
-    held_out_tokens: int
-    exact_perplexity: float
+    text: Annotated[str, Range(0, MAX_LINE_CHARACTERS)]
+    calibration_tokens: Tokens
+    held_out_tokens: Tokens
+    exact_perplexity: Perplexity
     losses: tuple[Loss, ...]
     ranges: Ranges
 
@@ -128,65 +133,17 @@ def parse_npu(record: Record, model: ModelSpec) -> NpuProfile:
 
 
 def _parsed(record: Record, model: ModelSpec) -> NpuProfile:
-    scaling: Scaling = "static" if record.choice("scaling", *SCALINGS) == "static" else "token"
-    profile = NpuProfile(
-        scaling=scaling,
-        text=record.line("text"),
-        calibration_tokens=record.integer("calibration_tokens", 1, MAX_TEXT_TOKENS),
-        held_out_tokens=record.integer("held_out_tokens", 1, MAX_TEXT_TOKENS),
-        exact_perplexity=record.number("exact_perplexity", 1.0, MAX_PERPLEXITY),
-        losses=tuple(_parse_loss(loss, model) for loss in record.records("losses")),
-        ranges=_parse_ranges(record.record("ranges"), model),
-    )
-    record.finish()
+    profile = record.read(NpuProfile)
     if [loss.scaling for loss in profile.losses] != list(SCALINGS):
         record.fail("losses", f"expected those of {' and '.join(SCALINGS)}")
-    return profile
-
-
-def _parse_loss(record: Record, model: ModelSpec) -> Loss:
-    loss = Loss(
-        scaling="static" if record.choice("scaling", *SCALINGS) == "static" else "token",
-        perplexity=record.number("perplexity", 1.0, MAX_PERPLEXITY),
-        agreement=record.number("agreement", 0.0, 1.0),
-        recomputed_share=record.number("recomputed_share", 0.0, 1.0),
-        error_by_layer=tuple(record.items("error_by_layer")),
-    )
-    record.finish()
-    errors = loss.error_by_layer
-    if len(errors) != model.layers or not all(isinstance(error, float) and 0 <= error <= MAX_ERROR for error in errors):
-        record.fail("error_by_layer", f"expected {model.layers} numbers from 0 on, one for each layer of the model")
-    return loss
-
-
-def _parse_ranges(record: Record, model: ModelSpec) -> Ranges:
-    matrices = tuple(_parse_matrix(item) for item in record.records("matrices"))
-    neurons = record.record("neurons")
-    ranges = Ranges(matrices, NeuronRange(**{name: _range(neurons, name) for name in NeuronRange.__slots__}))
-    neurons.finish()
-    record.finish()
-    sizes = tuple((matrix.rows, matrix.columns) for matrix in matrices)
+    for number, loss in enumerate(profile.losses):
+        if len(loss.error_by_layer) != model.layers:
+            record.fail(f"losses[{number}].error_by_layer", f"expected {model.layers} numbers, one for each layer")
+    ranges = profile.ranges
+    sizes = tuple((matrix.rows, matrix.columns) for matrix in ranges.matrices)
     if sizes != matrix_sizes(model):
         listed, expected = (", ".join(f"{r} x {c}" for r, c in matrices) for matrices in (sizes, matrix_sizes(model)))
-        record.fail("matrices", f"{listed} do not fit the model, whose are {expected}")
+        record.fail("ranges.matrices", f"{listed} do not fit the model, whose are {expected}")
     if model.parallel and ranges.of_matrix(model.qkv_rows, model.width).inputs != ranges.neurons.inputs:
-        record.fail("neurons", "attention and feed-forward read one vector, so `inputs` of both are one number")
-    return ranges
-
-
-def _parse_matrix(record: Record) -> MatrixRange:
-    matrix = MatrixRange(
-        rows=record.integer("rows", 1, 1 << 30),
-        columns=record.integer("columns", 1, 1 << 30),
-        inputs=_range(record, "inputs"),
-        products=_range(record, "products"),
-    )
-    record.finish()
-    return matrix
-
-
-def _range(record: Record, name: str) -> float:
-    value = record.number(name, 0.0, MAX_RANGE)
-    if value == 0:
-        record.fail(name, "is 0, which is no range")
-    return value
+        record.fail("ranges.neurons", "attention and feed-forward read one vector, so `inputs` of both are one number")
+    return profile

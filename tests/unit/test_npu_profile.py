@@ -143,15 +143,15 @@ def test_contexts_of_other_ranges_are_refused(profiled: Package) -> None:
     ("change", "why"),
     [
         (lambda npu: npu["ranges"]["matrices"][0].update(rows=8), "npu.ranges.matrices: 8 x .* do not fit the model"),
-        (lambda npu: npu["ranges"]["neurons"].update(gate=0.0), "npu.ranges.neurons.gate: is 0, which is no range"),
+        (lambda npu: npu["ranges"]["neurons"].update(gate=0.0), "npu.ranges.neurons.gate: 0.0 is not above 0"),
         (lambda npu: npu["ranges"]["neurons"].pop("up"), "npu.ranges.neurons.up: missing"),
         (
             lambda npu: npu["ranges"]["matrices"][0].update(inputs=float("1e300")),
-            r"npu.ranges.matrices\[0\].inputs: 1e\+300 is outside",
+            r"npu.ranges.matrices\[0\].inputs: 1e\+300 is not above 0",
         ),
         (
             lambda npu: npu["losses"][0]["error_by_layer"].pop(),
-            r"npu.losses\[0\].error_by_layer: expected 3 numbers from 0 on",
+            r"npu.losses\[0\].error_by_layer: expected 3 numbers, one for each layer",
         ),
         (lambda npu: npu["losses"].pop(), "npu.losses: expected those of token and static"),
         (lambda npu: npu.update(scaling="own"), "npu.scaling: 'own' is not one of token, static"),

@@ -169,7 +169,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda m: m["predictor"].update(exact_perplexity=10.0, predicted_perplexity=10.1, held_out_tokens=5),
         r"predictor\.text: missing",
     ),
-    "a text without its loss": (lambda m: m["predictor"].update(text="t"), r"predictor\.text: unknown field"),
+    "a text without its loss": (
+        lambda m: m["predictor"].update(text="t"),
+        r"predictor\.held_out_tokens: missing, besides text",
+    ),
     "a perplexity below one": (
         lambda m: m["predictor"].update(exact_perplexity=0.5, predicted_perplexity=10.1, held_out_tokens=5, text="t"),
         r"predictor\.exact_perplexity: 0\.5 is outside",

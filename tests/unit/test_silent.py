@@ -279,7 +279,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a text that a terminal would obey": (lambda m: m["silent"].update(text="\x1b[2J"), r"silent\.text: expected"),
     "an unknown field": (lambda m: m["silent"].update(more=1), r"silent\.more: unknown field"),
     "no perplexity": (lambda m: m["silent"].pop("exact_perplexity"), r"silent\.exact_perplexity: missing"),
-    "no list": (lambda m: m["silent"].update(by_layer=[1, 2]), r"silent\.by_layer: expected a list of objects"),
+    "no list": (lambda m: m["silent"].update(by_layer=[1, 2]), r"silent\.by_layer\[0\]: expected an object, found 1"),
 }
 
 
