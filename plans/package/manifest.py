@@ -93,16 +93,23 @@ class PredictorQuality:
 class Predictor:
     """The predictor whose tensors are in predictor.safetensors; FORMAT.md specifies its arithmetic.
 
-    rank: rank of the factors; the largest if ranks differ
-    reads: input vector: the normed input of the layer's attention or of its feed-forward, or (residual) the input of
-        the feed-forward's norm
-    sides: matrices whose signs are predicted; a neuron is predicted if the scores of all are positive
-    hidden: activation function between the two factors
-    calibration_tokens: tokens that factors or thresholds were fitted on; 0: the checkpoint's predictor, unchanged
-    by_layer: empty if it was not measured
-    ranks: rank of each feed-forward, by layer * experts + expert; None: all have `rank`
-    text, held_out_tokens, exact_perplexity, predicted_perplexity: cost of mode predicted, measured on held-out tokens
-        of the text with this name; all None if it was not measured
+    rank: rows of `input`, a multiple of 32; the largest if ranks differ
+    quantization: encoding of all its matrices
+    reads: attention: the normed input of the layer (`attention_norm`), known before attention, so that reads hide
+        behind it; feed_forward: the normed input of the feed-forward (`ffn_norm`); residual: the input of that norm,
+        which PowerInfer's and TurboSparse's predictors read
+    sides: matrices whose signs are predicted; a neuron is predicted if the scores of all are positive. The trigger
+        (gate, or up without a gate); with `drelu` also gate and up
+    hidden: activation function between the two factors; relu for imported PowerInfer predictors
+    calibration_tokens: tokens that factors or thresholds were fitted on; 0: the checkpoint's predictor, unchanged, with
+        the threshold it was trained for
+    by_layer: quality in each layer; empty if it was not measured
+    ranks: if they differ, the rank of each feed-forward, by layer * experts + expert; multiples of 32
+    text: name of the text on which the cost of mode predicted was measured. This and the following three fields are all
+        there or none; packages without them count as unmeasured
+    held_out_tokens: tokens of the text that were measured
+    exact_perplexity: perplexity of these tokens, by the reference engine
+    predicted_perplexity: the same in mode predicted
     """
 
     rank: Rank
@@ -152,9 +159,12 @@ class Silent:
     """The thresholds of mode thresholded, below which neurons of a SiLU model are left out, and the measured loss.
 
     share: target share of silent neurons
+    by_layer: the threshold of each layer
     text: name of the text
     calibration_tokens: tokens of the text that set the thresholds
     held_out_tokens: other tokens of the text, on which perplexities were measured
+    exact_perplexity: perplexity of the held-out tokens, by the reference engine
+    thresholded_perplexity: the same in mode thresholded
     """
 
     share: Annotated[float, Range(0.0, MAX_SILENT_SHARE)]

@@ -1,4 +1,5 @@
-"""Write `plans/package/MODEL.md`, the fields of a manifest's section `model`, from the declaration of ModelSpec.
+"""Write the tables of fields of a manifest from the declarations: the page MODEL.md, of the section `model`, and the
+generated parts of FORMAT.md, of other sections.
 
 python -m neuronpipe.plans.package.model_reference --write
 """
@@ -6,16 +7,24 @@ python -m neuronpipe.plans.package.model_reference --write
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from neuronpipe.plans.models.registry import FAMILIES
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.package.manifest import PREDICTOR_QUANTIZATIONS, Predictor, Silent
+from neuronpipe.plans.package.npu_section import NpuProfile
 from neuronpipe.protocol.marks import Range, Required, mark_of
-from neuronpipe.protocol.schema import documented
+from neuronpipe.protocol.schema import documented, present
 
 FILE = Path(__file__).with_name("MODEL.md")
+FORMAT = Path(__file__).with_name("FORMAT.md")
+SECTIONS: dict[str, type] = {"predictor": Predictor, "silent": Silent, "npu": NpuProfile}
+"""The sections of a manifest whose tables are in FORMAT.md, and what declares them."""
+_BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 INTRODUCTION = """\
 # The section `model` of a manifest
 
@@ -40,6 +49,44 @@ def page() -> str:
             "",
         ]
     )
+
+
+def format_page(text: str) -> str:
+    """Return the content of FORMAT.md with every generated part renewed."""
+    return _BLOCK.sub(lambda block: f"{block[1]}{_section(SECTIONS[block[2]])}\n\n{block[3]}", text)
+
+
+def _section(owner: type) -> str:
+    return "\n".join(["| field | values | meaning |", "|---|---|---|", *_rows(owner, "")])
+
+
+def _rows(owner: type, prefix: str) -> list[str]:
+    """Return a row for each field, and for each field of an object in it."""
+    _, meanings = documented(owner)
+    hints, rows = get_type_hints(owner, include_extras=True), []
+    for field in dataclasses.fields(owner):
+        kind, is_optional, name = hints[field.name], False, f"{prefix}{field.name}"
+        if NoneType in get_args(kind):
+            kind, is_optional = present(kind), True
+        inner = get_args(kind)[0] if get_origin(kind) is tuple else kind
+        values = f"list, each {_plain(inner)}" if inner is not kind else _plain(kind)
+        if (owner, field.name) == (Predictor, "quantization"):
+            values = ", ".join(f"`{name}`" for name in PREDICTOR_QUANTIZATIONS)
+        meaning = meanings.get(field.name, "").replace("|", "\\|")
+        rows.append(f"| `{name}` | {'optional, ' if is_optional else ''}{values} | {meaning} |")
+        if dataclasses.is_dataclass(inner):
+            rows += _rows(inner, f"{name}{'[]' if inner is not kind else ''}.")  # type: ignore[arg-type]
+    return rows
+
+
+def _plain(hint: Any) -> str:
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if dataclasses.is_dataclass(kind):
+        return "an object"
+    if kind is str:
+        return "a line of text"
+    allowed = mark_of(hint, Range)
+    return f"{allowed}" if allowed is not None and allowed.exclusive else _values(kind, hint)
 
 
 def _table(owner: type, values: dict[str, str]) -> list[str]:
@@ -67,9 +114,10 @@ def _default(field: dataclasses.Field[Any], hint: object) -> str:
 
 
 def main() -> None:
-    """Write the page, or print it."""
+    """Write both pages, or print the first."""
     if "--write" in sys.argv[1:]:
         FILE.write_text(page(), encoding="utf-8")
+        FORMAT.write_text(format_page(FORMAT.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(page())
 

@@ -31,6 +31,8 @@ AGAIN = "measure again: `neuronpipe profile PACKAGE --npu`"
 class MatrixRange:
     """Ranges of the attention matrices of one size.
 
+    rows: rows of the matrices
+    columns: columns of the matrices
     inputs: greatest magnitude of input elements
     products: greatest magnitude of products of inputs and rows, with rows as signed bytes
     """
@@ -45,8 +47,9 @@ class MatrixRange:
 class NeuronRange:
     """Greatest magnitudes of a feed-forward's values.
 
-    inputs: elements of the input
-    gate, up: products of the inputs and a neuron's rows
+    inputs: elements of the input; with `parallel` the same number as that of the matrices of queries, keys and values
+    gate: products of the inputs and a neuron's row of Gate
+    up: the same of Up
     hidden: gate times up
     outputs: sums over the neurons of one product
     """
@@ -60,7 +63,11 @@ class NeuronRange:
 
 @frozen(slots=True)
 class Ranges:
-    """The greatest magnitudes on calibration text. Graphs of the way `static` add a margin."""
+    """The greatest magnitudes on calibration text. Graphs of the way `static` add a margin.
+
+    matrices: ranges of each size of attention matrix, that of queries, keys and values first
+    neurons: ranges of the feed-forward
+    """
 
     matrices: tuple[MatrixRange, ...]
     neurons: NeuronRange
@@ -73,6 +80,8 @@ class Ranges:
 class Loss:
     """The cost of one way on held-out text, with products by ONNX Runtime on the CPU.
 
+    scaling: the way
+    perplexity: perplexity of the held-out tokens
     agreement: share of positions at which the likeliest token is that of the exact model
     recomputed_share: share of tokens' products that had clamped values, so that the engine has to compute them again
     error_by_layer: |products - exact products| / |exact products|, for the same inputs
@@ -90,9 +99,12 @@ class NpuProfile:
     """The measured loss of both ways.
 
     scaling: the way that backends use
+    text: name of the text
     calibration_tokens: tokens of the text that set the ranges
     held_out_tokens: other tokens of the text, on which the loss was measured
+    exact_perplexity: perplexity of the held-out tokens, by the reference engine
     losses: for `token` and `static`, in this order
+    ranges: greatest magnitudes
     """
 
     scaling: Scaling

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package import native_fields
-from neuronpipe.plans.package.model_reference import FILE, page
+from neuronpipe.plans.package.model_reference import FILE, FORMAT, format_page, page
 
 
 def test_the_page_of_model_fields_is_current() -> None:
@@ -14,6 +14,15 @@ def test_the_page_of_model_fields_is_current() -> None:
     assert FILE.read_text(encoding="utf-8") == wanted, (
         "run `python -m neuronpipe.plans.package.model_reference --write`"
     )
+
+
+def test_the_tables_of_sections_are_current_and_say_of_every_field_what_it_is() -> None:
+    text = FORMAT.read_text(encoding="utf-8")
+    assert format_page(text) == text, "run `python -m neuronpipe.plans.package.model_reference --write`"
+    generated = [part.partition("<!-- end -->")[0] for part in text.split("<!-- generated: ")[1:]]
+    rows = [line for part in generated for line in part.splitlines() if line.startswith("| `")]
+    assert len(rows) > 30
+    assert [row for row in rows if row.endswith("|  |")] == []
 
 
 def test_the_engine_s_table_of_fields_is_current() -> None:
