@@ -126,7 +126,7 @@ class Generate(Message):
     max_tokens: maximal number of tokens to generate
     temperature: divides the logits; 0: always the most likely token
     top_k: sample from this many most likely tokens; 0: from all
-    top_p: sample from the smallest set of tokens whose probability reaches this; 1: from all
+    top_p: sample from the smallest set of tokens whose probability reaches this; 1: from all; 0: the most likely token
     min_p: sample from tokens at least this fraction as likely as the most likely one, at this temperature; 0: from all
     repetition_penalty: for tokens of the prompt or the completion, positive logits are divided by it, others
         multiplied; 1: off
@@ -159,7 +159,7 @@ class Generate(Message):
     max_tokens: Annotated[int, Range(1, MAX_TOKENS)] = 128
     temperature: Annotated[float, SAMPLING, Range(0, 100)] = 0.0
     top_k: Annotated[int, SAMPLING, Range(0, (1 << 31) - 1)] = 0
-    top_p: Annotated[float, SAMPLING, Range(0, 1, exclusive=True)] = 1.0
+    top_p: Annotated[float, SAMPLING, Range(0, 1)] = 1.0
     min_p: Annotated[float, SAMPLING, Range(0, 1)] = 0.0
     repetition_penalty: Annotated[float, PENALTY, Range(0.01, 100)] = 1.0
     frequency_penalty: Annotated[float, PENALTY, Range(-100, 100)] = 0.0

@@ -137,7 +137,7 @@ def test_a_long_word_is_cut_where_it_is_quoted(capsys: pytest.CaptureFixture[str
         ("--temperature", "101", "between 0 and 100"),
         ("--temperature", "nan", "between 0 and 100"),
         ("--top-k", "-1", "between 0 and 2,147,483,647"),
-        ("--top-p", "0", "above 0, up to 1"),
+        ("--top-p", "-0.1", "between 0 and 1"),
         ("--min-p", "2", "between 0 and 1"),
         ("--repetition-penalty", "0", "between 0.01 and 100"),
         ("--frequency-penalty", "-101", "between -100 and 100"),

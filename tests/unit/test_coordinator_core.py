@@ -503,6 +503,21 @@ def test_a_sampling_number_out_of_range_is_refused_and_does_not_end_the_run(name
     assert sent(receive(scheduler, Generate(request="s", prompt="ab"), 0.0))
 
 
+def test_an_empty_prompt_is_the_begin_token_of_tokenizers_that_add_one() -> None:
+    class Framed(Letters):
+        def encode(self, text: str, *, frame: bool = True) -> list[int]:
+            return [1] * frame + super().encode(text)
+
+    asks = (Generate(request="r", prompt=""), Score(request="r", text=""))
+    for ask in asks:
+        answer = told(receive(make_scheduler(Framed()), ask, 0.0))
+        assert answer[0] == Accepted(request="r", prompt_tokens=1)
+        for tokenizer, refused in ((Letters(), ask), (Framed(), dataclasses.replace(ask, frame=False))):
+            (answer,) = told(receive(make_scheduler(tokenizer), refused, 0.0))
+            assert isinstance(answer, Refused)
+            assert (answer.code, answer.message) == ("bad_request", "the prompt is empty; give at least one token")
+
+
 def test_a_text_too_long_for_sure_is_refused_before_it_is_encoded() -> None:
     class Fails(Letters):
         def encode(self, text: str) -> list[int]:

@@ -262,7 +262,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_sequences": [""]}, "stop_sequences.0", "at least 1"),
     ({"stop_sequences": ["x"] * 17}, "stop_sequences", "at most 16"),
     ({"temperature": -1}, "temperature", "0"),
-    ({"top_p": 0}, "top_p", "0"),
+    ({"top_p": -0.1}, "top_p", "0"),
     ({"stream": "yes"}, "stream", "boolean"),
     ({"metadata": {"user_id": 7}}, "metadata.user_id", "string"),
     ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type", "not 'text'"),

@@ -110,8 +110,16 @@ def test_greedy_takes_the_greatest_after_penalties_biases_and_grammar(options: d
         assert sampler_of(logits).sample(how) == int(changed(logits, how).argmax())
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_top_p_of_0_takes_the_most_likely_token(top_k: int) -> None:
+    for seed in range(30):
+        logits = logits_of(seed)
+        how = row_of(temperature=5.0, top_p=0.0, top_k=top_k, min_p=0.1, seed=seed)
+        assert sampler_of(logits).sample(how) == int(logits.argmax())
+
+
 @settings(max_examples=200)
-@given(st.integers(0, 2**32), st.floats(0.05, 5), st.integers(0, 60), st.floats(0.01, 1), st.integers(0, 2**64 - 1))
+@given(st.integers(0, 2**32), st.floats(0.05, 5), st.integers(0, 60), st.floats(0, 1), st.integers(0, 2**64 - 1))
 def test_options_that_are_off_change_no_token(
     seed: int, temperature: float, top_k: int, top_p: float, sampling_seed: int
 ) -> None:
