@@ -57,7 +57,7 @@ SHARED_FIELDS: dict[str, tuple[type[BaseModel], ...]] = {
     "Further fields of chat and plain completions": (ChatRequest, CompletionRequest),
 }
 UNSUPPORTED_FIELDS: dict[type[BaseModel], tuple[str, ...]] = {
-    ChatRequest: ("audio", "moderation", "prediction", "web_search_options"),
+    ChatRequest: ("audio", "moderation", "web_search_options"),
     MessagesRequest: ("container", "mcp_servers"),
     ResponsesRequest: ("access_programs", "background_options", "context_management", "moderation"),
 }

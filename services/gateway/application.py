@@ -23,7 +23,7 @@ from neuronpipe.services.gateway.http.memory_account import MemoryAccount, charg
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.gateway.http.request_body import read_body
 from neuronpipe.services.gateway.llamacpp.llamacpp_api import LlamaCppApi
-from neuronpipe.services.gateway.openai.chat_encoding import ChatEncoder
+from neuronpipe.services.gateway.openai.chat_encoding import ChatEncoder, FunctionCallEncoder
 from neuronpipe.services.gateway.openai.echo import EchoEncoder, EchoResponse
 from neuronpipe.services.gateway.openai.infill import InfillResponse
 from neuronpipe.services.gateway.openai.request_schema import (
@@ -102,7 +102,7 @@ class Gateway:
     # ---- OpenAI's API ----------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> GenerationResponse:
         body = await read_body(request, ChatRequest)
-        return await self._conversation(request, body, ChatEncoder)
+        return await self._conversation(request, body, FunctionCallEncoder if body.functions else ChatEncoder)
 
     async def responses(self, request: Request) -> GenerationResponse:
         body = await read_body(request, ResponsesRequest)

@@ -227,7 +227,7 @@ def test_the_model_is_listed_and_no_other_is_served(client: openai.OpenAI) -> No
     ("wrong", "param", "code"),
     [
         ({"tools": [{"type": "function"}]}, "tools.0.function", "missing_required_parameter"),
-        ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+        ({"audio": {"voice": "v"}}, "audio", "unsupported_parameter"),
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"temperature": "hot"}, "temperature", "invalid_value"),
         ({"n": 0}, "n", "invalid_value"),

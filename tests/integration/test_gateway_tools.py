@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -138,6 +139,23 @@ def test_a_call_that_is_cut_off_says_so(client: openai.OpenAI) -> None:
     cut = client.chat.completions.create(**asked | {"max_tokens": tokens.completion_tokens - 12}).choices[0]
     assert cut.finish_reason == "length"
     assert not (cut.message.tool_calls or [])[0].function.arguments.endswith("}")
+
+
+def test_functions_of_the_older_form_are_called_and_their_results_are_sent_back(client: openai.OpenAI) -> None:
+    asked = {name: value for name, value in ASKED.items() if name != "tools"} | {"temperature": 0}
+    asked |= {"functions": [tool["function"] for tool in TOOLS], "function_call": {"name": "fibonacci"}}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("function_call", None, None)
+    call = choice.message.function_call
+    assert call is not None
+    checked(SimpleNamespace(function=call))
+    deltas = [piece.choices[0].delta.function_call for piece in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(delta.arguments or "" for delta in deltas if delta is not None) == call.arguments
+    result = {"role": "function", "name": "fibonacci", "content": "13"}
+    messages = [*ASKED["messages"], choice.message, result]
+    again = client.chat.completions.create(**asked | {"messages": messages, "function_call": "none"})
+    assert again.choices[0].message.function_call is None
+    assert again.choices[0].message.content
 
 
 def test_an_answer_and_what_was_returned_are_sent_back(server: Server, client: openai.OpenAI) -> None:

@@ -12,7 +12,7 @@ from neuronpipe.services.gateway.answers.answer_format import AnswerFormat, Call
 from neuronpipe.services.gateway.answers.answer_format import parse_answer as parsed
 from neuronpipe.services.gateway.answers.call_parser import CallParser
 from neuronpipe.services.gateway.answers.parts import Arguments, CallStart, Content, Part
-from neuronpipe.services.gateway.openai.chat_encoding import ChatEncoder
+from neuronpipe.services.gateway.openai.chat_encoding import ChatEncoder, FunctionCallEncoder
 from neuronpipe.services.gateway.openai.echo import empty_completion
 from neuronpipe.services.gateway.templates.call_format import DEFAULT, ONE_CALL, CallFormat
 
@@ -121,8 +121,14 @@ def test_an_answer_that_is_cut_off_has_what_there_is(form: CallFormat) -> None:
 
 
 # ---- as OpenAI's API has it ----------------------------------------------------------------------------------
-def form_of(calls: CallFormat = DEFAULT, *, text: bool = True, with_logprobs: bool = False) -> ChatEncoder:
-    return ChatEncoder(
+def form_of(
+    calls: CallFormat = DEFAULT,
+    *,
+    text: bool = True,
+    with_logprobs: bool = False,
+    kind: type[ChatEncoder] = ChatEncoder,
+) -> ChatEncoder:
+    return kind(
         "m",
         "f",
         with_usage=False,
@@ -212,3 +218,22 @@ def test_every_token_of_a_stream_is_rated_whatever_it_belongs_to() -> None:
     made = deltas(form_of(with_logprobs=True), pieces)
     rated = [entry["token"] for one in made if one["logprobs"] for entry in one["logprobs"]["content"]]
     assert rated == pieces
+
+
+def test_a_function_of_the_older_form_is_called_without_an_id_whole_and_streamed() -> None:
+    written = DEFAULT.written([CALLS[0]])
+    body = json.loads(
+        form_of(kind=FunctionCallEncoder).whole([(0, dataclasses.replace(FINISHED, text=f"Well.\n{written}"))], {})
+    )
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["content"] == "Well."
+    assert choice["message"]["function_call"] == CALLS[0]._asdict()
+    assert "tool_calls" not in choice["message"]
+    pieces = [written[at : at + 9] for at in range(0, len(written), 9)]
+    streamed = deltas(form_of(kind=FunctionCallEncoder), pieces)
+    calls = [one["delta"]["function_call"] for one in streamed if "function_call" in one["delta"]]
+    assert calls[0] == {"name": "look_up", "arguments": ""}
+    assert "".join(call["arguments"] for call in calls) == ROME
+    assert all(set(call) == {"arguments"} for call in calls[1:])
+    assert streamed[-1]["finish_reason"] == "function_call"

@@ -22,7 +22,8 @@ from neuronpipe.services.gateway.openai.request_schema import (
 PROMPT: dict[str, Any] = {"prompt": "x"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 KINDS: dict[type[GenerationRequest], dict[str, Any]] = {CompletionRequest: PROMPT, ChatRequest: CHAT}
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+FUNCTION: dict[str, Any] = {"name": "f"}
+TOOL: dict[str, Any] = {"type": "function", "function": FUNCTION}
 CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 Refusal = tuple[str, str | None, str]
 
@@ -148,8 +149,13 @@ def test_minus_one_means_no_limit() -> None:
         ({"store": "yes"}, "invalid_value", "store"),
         ({"metadata": "m"}, "invalid_value", "metadata"),
         ({"audio": {"voice": "v"}}, "unsupported_parameter", "audio"),
-        ({"functions": [{}]}, "unsupported_parameter", "functions"),
-        ({"function_call": "auto"}, "unsupported_parameter", "function_call"),
+        ({"functions": [{}]}, "missing_required_parameter", "functions.0.name"),
+        ({"functions": [FUNCTION, FUNCTION]}, "invalid_value", "functions"),
+        ({"functions": [FUNCTION], "tools": [TOOL]}, "invalid_value", "functions"),
+        ({"functions": [FUNCTION], "function_call": "required"}, "invalid_value", "function_call"),
+        ({"functions": [FUNCTION], "function_call": {"name": "g"}}, "invalid_value", "function_call"),
+        ({"function_call": {"name": "f"}}, "invalid_value", "function_call"),
+        ({"function_call": {"name": "f"}, "tools": [TOOL]}, "invalid_value", "function_call"),
         ({"seed": 1.5}, "invalid_value", "seed"),
         ({"reasoning_effort": "As long as you like"}, "invalid_value", "reasoning_effort"),
         ({"chat_template_kwargs": {"messages": "x"}}, "invalid_value", "chat_template_kwargs.messages"),
@@ -166,9 +172,26 @@ def test_what_would_change_the_answer_is_refused(asked: dict[str, Any], code: st
     assert refusal(ChatRequest, **asked)[:2] == (code, param)
 
 
-def test_the_older_form_of_tools_is_refused_with_the_newer_one_named() -> None:
-    assert "the older form of tools and tool_choice" in refusal(ChatRequest, functions=[{"name": "f"}])[2]
-    parsed(ChatRequest, functions=None, function_call=None)
+@pytest.mark.parametrize(
+    ("choice", "allowed", "required"),
+    [(None, ["f", "g"], False), ("auto", ["f", "g"], False), ({"name": "g"}, ["g"], True)],
+)
+def test_functions_are_offered_as_tools_of_which_one_is_called(choice: Any, allowed: list[str], required: bool) -> None:
+    offer = parsed(ChatRequest, functions=[FUNCTION, {"name": "g"}], function_call=choice).offer
+    assert [function.name for function in offer.functions] == ["f", "g"]
+    assert ([function.name for function in offer.allowed], offer.required) == (allowed, required)
+    assert not offer.several
+    assert parsed(ChatRequest, functions=[FUNCTION], function_call="none").offer is None
+
+
+def test_a_call_and_a_result_in_the_older_form_belong_together() -> None:
+    called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    result = {"role": "function", "name": "f", "content": "4"}
+    messages = parsed(ChatRequest, messages=[*CHAT["messages"], called, result]).messages
+    call, answer = messages[1].turn, messages[2].turn
+    ((id_, name, arguments),) = call.calls
+    assert (name, arguments) == ("f", '{"a": 1}')
+    assert (answer.role, answer.name, answer.tool_call_id, answer.text) == ("tool", "f", id_, "4")
 
 
 @pytest.mark.parametrize(
@@ -216,8 +239,19 @@ def test_a_wrong_part_of_a_message_is_told_what_is_wrong_with_it(content: Any, p
         ({"role": "tool", "content": "x"}, "messages.0.tool_call_id", "field required"),
         ({"role": "user", "content": "x", "notes": 1}, "messages.0.notes", "unsupported"),
         ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages.0.audio", "should be null"),
-        ({"role": "function", "name": "f", "content": "x"}, "messages.0.role", "'tool', not 'function'"),
         ({"role": "user", "content": "x", "reasoning": "y"}, "messages.0.reasoning_content", "has no reasoning"),
+        ({"role": "function", "content": "x"}, "messages.0.name", "field required"),
+        ({"role": "function", "name": "f"}, "messages.0.content", "field required"),
+        (
+            {"role": "user", "content": "x", "function_call": {"name": "f", "arguments": ""}},
+            "messages.0.function_call",
+            "user cannot call functions",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [CALL], "function_call": {"name": "f", "arguments": ""}},
+            "messages.0.function_call",
+            "the newer form",
+        ),
         (
             {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]},
             "messages.0.tool_calls.0.function.arguments",

@@ -17,7 +17,6 @@ from neuronpipe.services.gateway.anthropic.content_blocks import (
     chat_messages,
     text_of,
 )
-from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import validated
 from neuronpipe.services.gateway.http.schema_base import (
     IGNORED,
@@ -27,6 +26,7 @@ from neuronpipe.services.gateway.http.schema_base import (
     missing_parameter,
     unsupported,
 )
+from neuronpipe.services.gateway.openai.chat_messages import is_begun_answer
 from neuronpipe.services.gateway.openai.request_schema import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -159,7 +159,7 @@ class CountTokensRequest(RequestModel):
         return validated(
             {
                 "messages": messages,
-                "continue_final_message": _is_begun(messages, may_call=may_call),
+                "continue_final_message": is_begun_answer(messages, may_call=may_call),
                 "model": self.model,
                 "tools": [tool.as_chat() for tool in self.tools],
                 "tool_choice": choice.as_chat(),
@@ -212,27 +212,3 @@ class MessagesRequest(CountTokensRequest, SamplingOptions):
             "user": self.metadata.user_id if self.metadata is not None else None,
             "response_format": schema.as_chat() if schema is not None else None,
         }
-
-
-def _is_begun(messages: list[dict[str, Any]], *, may_call: bool) -> bool:
-    """Return True if the completion continues the last message. Raises ApiError if it cannot.
-
-    messages: those of the chat request
-    may_call: True if the completion may call tools
-    """
-    if not messages:
-        raise _refused_messages("expected a message with text")
-    last = messages[-1]
-    if last["role"] != "assistant":
-        return False
-    if last["tool_calls"]:
-        raise _refused_messages("the calls at the end have no results")
-    if may_call:
-        raise _refused_messages("a begun answer cannot be continued where tools may be called; end with the user's")
-    if len(messages) == 1:
-        raise _refused_messages("expected a message of the user before that of the assistant")
-    return True
-
-
-def _refused_messages(message: str) -> ApiError:
-    return ApiError(400, "invalid_value", f"messages: {message}", param="messages")

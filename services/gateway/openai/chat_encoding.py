@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from neuronpipe.protocol.messages.client import Finished, Token
-from neuronpipe.services.gateway.answers.answer_format import PLAIN, AnswerFormat, parse_answer
-from neuronpipe.services.gateway.answers.parts import CallStart, Content, Parser, Part, Reasoning
+from neuronpipe.services.gateway.answers.answer_format import PLAIN, AnswerFormat, Call, parse_answer
+from neuronpipe.services.gateway.answers.parts import Arguments, CallStart, Content, Parser, Part, Reasoning
 from neuronpipe.services.gateway.openai.response_encoding import (
     EncodedLogprobs,
     ResponseEncoder,
@@ -27,6 +27,7 @@ class ChatEncoder(ResponseEncoder):
     answer: the format of the completion
     """
 
+    call_reason = "tool_calls"  # the finish reason of a completion that ends with a complete call
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     _empty_content = '"delta": {}'
     _logprob_keys, _logprob_suffix = ("content",), ', "refusal": null'
@@ -83,11 +84,12 @@ class ChatEncoder(ResponseEncoder):
             return self._text_content(part.text)
         if isinstance(part, Reasoning):
             return f'"delta": {{"reasoning_content": {json.dumps(part.text)}}}'
+        return f'"delta": {json.dumps(self._call_delta(part))}'
+
+    def _call_delta(self, part: CallStart | Arguments) -> dict[str, Any]:
         if isinstance(part, CallStart):
-            call = {"index": part.call, **self._call(part.name, "")}
-        else:
-            call = {"index": part.call, "function": {"arguments": part.text}}
-        return f'"delta": {{"tool_calls": [{json.dumps(call)}]}}'
+            return {"tool_calls": [{"index": part.call, **self._call(part.name, "")}]}
+        return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
 
     # ---- whole responses -------------------------------------------------------------------------------------
     def take(self, number: int, token: Token) -> None:
@@ -110,14 +112,17 @@ class ChatEncoder(ResponseEncoder):
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
-            message["content"] = answer.text or None
-            message["tool_calls"] = [self._call(*call) for call in answer.calls]
+            message |= {"content": answer.text or None, **self._call_members(answer.calls)}
         return {"message": message}
+
+    def _call_members(self, calls: Sequence[Call]) -> dict[str, Any]:
+        """Return the members of a whole message that have its calls."""
+        return {"tool_calls": [self._call(*call) for call in calls]}
 
     def _reason(self, finished: Finished) -> str:
         reason = super()._reason(finished)
         may_call = reason == "stop" and self._answer.calls is not None
-        return "tool_calls" if may_call and parse_answer(finished.text, self._answer).complete else reason
+        return self.call_reason if may_call and parse_answer(finished.text, self._answer).complete else reason
 
     # ---- both ------------------------------------------------------------------------------------------------
     def _call(self, name: str, arguments: str) -> dict[str, Any]:
@@ -136,3 +141,18 @@ class ChatEncoder(ResponseEncoder):
         likely_tokens = top_with_sampled(token) if token.top else ()
         top = [logprob_entry(likely.piece, likely.logprob) for likely in likely_tokens]
         return (json.dumps({**logprob_entry(token.piece, token.logprob), "top_logprobs": top}),)
+
+
+class FunctionCallEncoder(ChatEncoder):
+    """The encoder of `/v1/chat/completions` with `functions`, the older form of tools: one call, without an id."""
+
+    call_reason = "function_call"
+
+    def _call_delta(self, part: CallStart | Arguments) -> dict[str, Any]:
+        if isinstance(part, CallStart):
+            return {"function_call": {"name": part.name, "arguments": ""}}
+        return {"function_call": {"arguments": part.text}}
+
+    def _call_members(self, calls: Sequence[Call]) -> dict[str, Any]:
+        (call,) = calls
+        return {"function_call": call._asdict()}

@@ -22,10 +22,9 @@ from neuronpipe.protocol.messages.request import Calls
 from neuronpipe.services.gateway.answers.answer_format import AnswerFormat
 from neuronpipe.services.gateway.answers.thinking_format import Begin, ThinkingFormat, thinking_format
 from neuronpipe.services.gateway.http.api_errors import ApiError
-from neuronpipe.services.gateway.openai.chat_messages import ChatMessage
 from neuronpipe.services.gateway.openai.request_schema import ChatRequest
 from neuronpipe.services.gateway.templates.call_format import ONE_CALL, CallFormat
-from neuronpipe.services.gateway.templates.messages import ChatTurn, as_texts
+from neuronpipe.services.gateway.templates.messages import as_texts
 from neuronpipe.services.gateway.templates.template_jobs import (
     PromptJob,
     Refused,
@@ -72,7 +71,7 @@ class PromptWriter:
 
         Raises ApiError if the template refuses the conversation or fails.
         """
-        turns = [_turn(message) for message in request.prompt_messages]
+        turns = [message.turn for message in request.prompt_messages]
         offer, begun = request.offer, request.begun_message
         tools = None if offer is None else offer.descriptions()
         if self._package.manifest.chat is None:
@@ -161,7 +160,3 @@ def _prompt(
         calls=form, text=not offer.required, schemas=offer.schemas(), thinking=thinking, begins=begins
     )
     return Prompt(text, frame, answer, offer.calls(form, thinking, begins=begins))
-
-
-def _turn(message: ChatMessage) -> ChatTurn:
-    return ChatTurn(message.role, message.text, message.name, message.tool_call_id, message.calls, message.thought)

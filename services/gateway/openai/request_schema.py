@@ -14,21 +14,28 @@ from neuronpipe.protocol.messages.request import MAX_BIAS, MAX_TOKENS, RANGES, S
 from neuronpipe.protocol.options import Option
 from neuronpipe.services.gateway.http.schema_base import (
     IGNORED,
-    NULL_ONLY,
     TEXT,
     TEXTS,
     TOKEN_LISTS,
     TOKENS,
     RequestModel,
     conflict,
-    refuse_with,
     text_or,
     union_of,
 )
 from neuronpipe.services.gateway.openai.answer_constraints import Constrained
 from neuronpipe.services.gateway.openai.chat_messages import ChatMessage
 from neuronpipe.services.gateway.openai.thinking_options import ThinkingOptions
-from neuronpipe.services.gateway.openai.tools import MAX_CALLS, MAX_TOOLS, Offer, Tool, ToolChoice
+from neuronpipe.services.gateway.openai.tools import (
+    FUNCTIONS,
+    MAX_CALLS,
+    MAX_TOOLS,
+    Function,
+    FunctionChoice,
+    Offer,
+    Tool,
+    ToolChoice,
+)
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, Tag, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -44,8 +51,6 @@ HTTP_NAMES = {"ignore_end": "ignore_eos"}  # sampling options that other servers
 DEFAULTS = {"temperature": 1.0}  # where OpenAI's default differs from that of `Generate`
 MINUS_ONE_IS_OFF = {"top_k"}  # options for which -1 counts as 0, as on other servers
 EXPECTED_LIMIT = "expected 1 or more, or -1 for as many as fit the context"
-OLDER_TOOLS = "this is the older form of tools and tool_choice; use those"
-UNSUPPORTED_OLDER_TOOLS = "This field is refused: it is the older form of `tools` and `tool_choice`."
 MODEL = "The name of the model, as in /v1/models. The default is the first model."
 SEED = (
     "The seed of the random numbers: any integer, modulo 2^63. The same request with the same seed gives the same "
@@ -73,7 +78,6 @@ def _prompt_tag(value: Any) -> str | None:
     return next((tag for kind, tag in tags if isinstance(first, kind)), None)
 
 
-OlderTools = Annotated[Any, NULL_ONLY, refuse_with(OLDER_TOOLS)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Stops = Annotated[
     Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag(TEXTS)],
@@ -101,23 +105,27 @@ class StreamOptions(RequestModel):
     include_usage: bool = Field(False, description="Send the token counts in an additional last chunk.")
 
 
-def _option_field(option: Option) -> tuple[Any, Any]:
+def option_field(option: Option, alias: str | None, default: Any) -> tuple[Any, Any]:
     """Return the pydantic field of a sampling option: type, default, range and description."""
     meaning, limits = option.meaning, dict[str, Any]()
     if option.range is not None:
         limits = {"gt" if option.range.exclusive else "ge": option.range.minimum, "le": option.range.maximum}
     if option.name in MINUS_ONE_IS_OFF:
         meaning, limits = f"{meaning}; {OFF} counts as 0", limits | {"ge": OFF}
-    default = DEFAULTS.get(option.name, option.default)
     description = f"{meaning[:1].upper()}{meaning[1:].rstrip('.')}."
-    return option.kind, Field(default, alias=HTTP_NAMES.get(option.name), description=description, **limits)
+    return option.kind, Field(default, alias=alias, description=description, **limits)
 
 
 if TYPE_CHECKING:  # the fields are created at run time from the declarations of `Generate`
     SamplingOptions = RequestModel
 else:
     SamplingOptions = create_model(
-        "SamplingOptions", __base__=RequestModel, **{option.name: _option_field(option) for option in SAMPLING_OPTIONS}
+        "SamplingOptions",
+        __base__=RequestModel,
+        **{
+            option.name: option_field(option, HTTP_NAMES.get(option.name), DEFAULTS.get(option.name, option.default))
+            for option in SAMPLING_OPTIONS
+        },
     )
 
 
@@ -316,8 +324,15 @@ class ChatRequest(GenerationRequest, ThinkingOptions):
         default=["text"], min_length=1, description="The only supported modality is `text`."
     )
     prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
-    functions: OlderTools = Field(None, description=UNSUPPORTED_OLDER_TOOLS)
-    function_call: OlderTools = Field(None, description=UNSUPPORTED_OLDER_TOOLS)
+    functions: list[Function] = Field(
+        default=[],
+        max_length=MAX_TOOLS,
+        description="The older form of `tools`. The completion has at most one call, as `function_call`.",
+    )
+    function_call: FunctionChoice | None = Field(
+        None, description="The older form of `tool_choice`, for `functions`: `none`, `auto` or one function."
+    )
+    prediction: dict[str, Any] | None = Field(None, description=IGNORED)
     verbosity: str | None = Field(None, description=IGNORED)
 
     @property
@@ -327,7 +342,10 @@ class ChatRequest(GenerationRequest, ThinkingOptions):
     @cached_property
     def offer(self) -> Offer | None:
         """Return the functions that the completion may call; None if it is text only."""
-        return Offer.of(self.tools, self.tool_choice, several=self.parallel_tool_calls)
+        if self.functions or self.function_call is not None:
+            return Offer.of(self.functions, self.function_call, several=False, fields=FUNCTIONS)
+        functions = [tool.function for tool in self.tools]
+        return Offer.of(functions, self.tool_choice, several=self.parallel_tool_calls)
 
     @property
     def prompt_messages(self) -> list[ChatMessage]:
@@ -351,6 +369,8 @@ class ChatRequest(GenerationRequest, ThinkingOptions):
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatRequest:
+        if self.tools and self.functions:
+            raise conflict("functions", "tools is the newer form of functions; give one of the two")
         _ = self.offer  # raises if tools and tool_choice contradict each other
         if self.top_logprobs is not None and not self.logprobs:
             raise conflict("top_logprobs", "only with logprobs")

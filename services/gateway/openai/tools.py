@@ -1,15 +1,16 @@
 """Tools (functions that a completion may call): the request models, and the offer that is made to the model.
 
-`Offer.of` evaluates `tools`, `tool_choice` and `parallel_tool_calls`. `PromptWriter.write_prompt` writes the offer into
-the prompt and returns the call format of the model's template. `Offer.calls` combines both into the grammar that
-`Generate` carries, and answers/call_parser.py finds the calls in the completion.
+`Offer.of` evaluates `tools`, `tool_choice` and `parallel_tool_calls`, or their older form, `functions` and
+`function_call`. `PromptWriter.write_prompt` writes the offer into the prompt and returns the call format of the model's
+template. `Offer.calls` combines both into the grammar that `Generate` carries, and answers/call_parser.py finds the
+calls in the completion.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.frozen import frozen
@@ -102,6 +103,16 @@ class AllowedTools(RequestModel):
     allowed_tools: AllowedFunctions = Field(description="The allowed functions.")
 
 
+class FunctionsFields(NamedTuple):
+    """The names of the fields that offer functions, for messages."""
+
+    functions: str
+    choice: str
+
+
+TOOLS, FUNCTIONS = FunctionsFields("tools", "tool_choice"), FunctionsFields("functions", "function_call")
+
+
 def tool_choice_tag(value: Any) -> str | None:
     """Return the union tag of a `tool_choice`; None if it is neither a string nor an object."""
     if isinstance(value, dict):
@@ -114,6 +125,12 @@ ToolChoice = Annotated[
     | Annotated[NamedFunction, Tag(FUNCTION)]
     | Annotated[AllowedTools, Tag(ALLOWED)],
     union_of("expected 'none', 'auto', 'required', or an object that names functions", tool_choice_tag),
+]
+
+
+FunctionChoice = Annotated[
+    Annotated[Literal["none", "auto"], Tag(MODE)] | Annotated[FunctionReference, Tag(FUNCTION)],
+    union_of("expected 'none', 'auto', or an object with the name of a function", tool_choice_tag),
 ]
 
 
@@ -133,29 +150,32 @@ class Offer:
     several: bool
 
     @classmethod
-    def of(cls, tools: Sequence[Tool], choice: Any, *, several: bool = True) -> Self | None:
+    def of(
+        cls, offered: Sequence[Function], choice: Any, *, several: bool = True, fields: FunctionsFields = TOOLS
+    ) -> Self | None:
         """Return the offer of a request; None if the completion is text only.
 
-        Raises PydanticCustomError if tools and choice contradict each other.
+        Raises PydanticCustomError if functions and choice contradict each other.
 
-        choice: a `ToolChoice`, or None
+        choice: a `ToolChoice`, a `FunctionChoice`, or None
         """
-        functions = {tool.function.name: tool.function for tool in tools}
-        if len(functions) < len(tools):
-            names = [tool.function.name for tool in tools]
+        functions = {function.name: function for function in offered}
+        if len(functions) < len(offered):
+            names = [function.name for function in offered]
             twice = next(name for name in names if names.count(name) > 1)
-            raise conflict("tools", f"two functions have the name {quoted(twice)}")
+            raise conflict(fields.functions, f"two functions have the name {quoted(twice)}")
         chosen_names, required = [*functions], choice == "required"
-        if isinstance(choice, NamedFunction):
-            chosen_names, required, several = [choice.function.name], True, False
+        if isinstance(choice, NamedFunction | FunctionReference):
+            name = choice.name if isinstance(choice, FunctionReference) else choice.function.name
+            chosen_names, required, several = [name], True, False
         elif isinstance(choice, AllowedTools):
             chosen_names = [tool.function.name for tool in choice.allowed_tools.tools]
             required = choice.allowed_tools.mode == "required"
         if not functions and choice not in (None, "none", "auto"):
-            raise conflict("tool_choice", "there are no tools to choose from")
+            raise conflict(fields.choice, f"there are no {fields.functions} to choose from")
         for name in chosen_names:
             if name not in functions:
-                raise conflict("tool_choice", f"no function of tools has the name {quoted(name)}")
+                raise conflict(fields.choice, f"no function of {fields.functions} has the name {quoted(name)}")
         if not functions or choice == "none":
             return None
         allowed = tuple(functions[name] for name in dict.fromkeys(chosen_names))
