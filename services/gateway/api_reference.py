@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.services.gateway.anthropic.messages_api import CountTokensRequest, MessagesRequest
-from neuronpipe.services.gateway.http.api_errors import CODES
+from neuronpipe.services.gateway.http.api_errors import CODES, OLLAMA_PATH
 from neuronpipe.services.gateway.http.schema_base import IGNORED
 from neuronpipe.services.gateway.llamacpp.llamacpp_api import DetokenizeRequest, TokenizeRequest
+from neuronpipe.services.gateway.ollama.model_endpoints import INSTEAD
+from neuronpipe.services.gateway.ollama.ollama_api import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
 from neuronpipe.services.gateway.openai.responses_api import ResponsesRequest
 from pydantic import BaseModel
@@ -29,6 +31,9 @@ GET_ENDPOINTS = (
     ("/props", "Return the properties of a model, as llama.cpp's server does: context size, sampling defaults, slots, "
      "chat template and its tokens. `chat_template_error` says why a chat template fails; `chat_template_tools` says "
      "whether it writes tools (`template`) or the default format is used (`stated`). Parameter: `?model=NAME`."),
+    ("/api/tags", "Return the models as Ollama does. Names have the tag `:latest`, which requests may leave out."),
+    ("/api/ps", "Return the models that have a run, with its memory and when it ends if it is not used."),
+    ("/api/version", "Return the version of Ollama whose API this is, and that of neuronpipe."),
     ("/health", "Return 200 if requests are served, else 503. With several models, return the state of each."),
     ("/metrics", "Return metrics for Prometheus."),
     ("/openapi.json", "Return the OpenAPI description of this API."),
@@ -43,11 +48,16 @@ POST_ENDPOINTS: tuple[tuple[str, type[BaseModel], str], ...] = (
      "conversation. Unsupported items and tools are refused by their type, with the reason."),
     ("/v1/messages", MessagesRequest, "Anthropic's Messages API. Unsupported blocks and tools are refused by their "
      "type. The header `anthropic-version` has no effect."),
+    ("/api/chat", OllamaChatRequest, "Ollama's chat. Durations are nanoseconds: `load_duration` until the model has a "
+     "run, `prompt_eval_duration` of the steps that compute the prompt, `eval_duration` since the first token."),
+    ("/api/generate", OllamaGenerateRequest, "Ollama's answer to a prompt. The response has no `context`."),
+    ("/api/show", OllamaShowRequest, "Return what Ollama's clients want to know of a model. `capabilities` has "
+     "`thinking` if the model thinks, and `insert`, for `suffix`, if it fills gaps and has had a run."),
     ("/tokenize", TokenizeRequest, "Return `tokens`, as llama.cpp's server does."),
     ("/detokenize", DetokenizeRequest, "Return `content`, as llama.cpp's server does."),
 )  # fmt: skip
 SHARED_FIELDS: dict[str, tuple[type[BaseModel], ...]] = {
-    "Fields of all endpoints that generate text": (
+    "Fields of all of OpenAI's and Anthropic's endpoints that generate text": (
         ChatRequest,
         CompletionRequest,
         ResponsesRequest,
@@ -55,10 +65,12 @@ SHARED_FIELDS: dict[str, tuple[type[BaseModel], ...]] = {
     ),
     "Fields of all three of OpenAI's endpoints": (ChatRequest, CompletionRequest, ResponsesRequest),
     "Further fields of chat and plain completions": (ChatRequest, CompletionRequest),
+    "Fields of both of Ollama's endpoints that generate text": (OllamaChatRequest, OllamaGenerateRequest),
 }
 UNSUPPORTED_FIELDS: dict[type[BaseModel], tuple[str, ...]] = {
     ChatRequest: ("audio", "moderation", "web_search_options"),
     MessagesRequest: ("container", "mcp_servers"),
+    OllamaGenerateRequest: ("height", "steps", "width"),
     ResponsesRequest: ("access_programs", "background_options", "context_management", "moderation"),
 }
 """Fields of these APIs that the models do not have, so that they are refused as any unknown field."""
@@ -76,6 +88,7 @@ not edit. Tasks are in [serve-and-clients.md](serve-and-clients.md).
 Bodies are JSON, with `Content-Type: application/json`. null means that a field is absent. Unknown fields are refused
 with status 400, which names the field. The paths of OpenAI's API also exist without `/v1`.
 """
+REFUSED_ENDPOINTS = "\n".join(f"- `{OLLAMA_PATH}/{name}`: {instead}." for name, instead in INSTEAD.items())
 MORE_POST = f"""### POST /v1/messages/count_tokens
 
 Returns `input_tokens`, the number of the prompt's tokens. Takes these fields of `/v1/messages`:
@@ -87,7 +100,13 @@ Takes the fields of `/v1/chat/completions` and returns `prompt`, the text that t
 
 ### POST /v1/embeddings
 
-Is refused with `unsupported_endpoint`: the models generate text.
+Is refused with `unsupported_endpoint`: the models generate text. `/api/embed` and `/api/embeddings` are refused, too.
+
+### Ollama's endpoints that change models
+
+Are refused with `unsupported_endpoint`:
+
+{REFUSED_ENDPOINTS}
 """
 
 
@@ -99,10 +118,12 @@ def text() -> str:
     roots = [kind.__name__ for _, kind, _ in POST_ENDPOINTS]
     sections = [INTRODUCTION, "## Endpoints that take a body\n"]
     shared = {title: _shared(schemas, kinds) for title, kinds in SHARED_FIELDS.items()}
-    listed = set[str]()
-    for title, names in shared.items():
-        sections.append(f"### {title}\n\n{_fields(schemas['ChatRequest'], names - listed)}\n")
-        listed |= names
+    for title, kinds in SHARED_FIELDS.items():
+        wider = (
+            shared[wider_title] for wider_title, more_kinds in SHARED_FIELDS.items() if set(kinds) < set(more_kinds)
+        )
+        names = shared[title].difference(*wider)
+        sections.append(f"### {title}\n\n{_fields(schemas[kinds[0].__name__], names)}\n")
     for path, kind, summary in POST_ENDPOINTS:
         schema = schemas[kind.__name__]
         shared_names = {name for title, kinds in SHARED_FIELDS.items() if kind in kinds for name in shared[title]}
@@ -119,8 +140,9 @@ def text() -> str:
     sections.append(
         "## Errors\n\n"
         'The body of an error is `{"error": {"message", "type", "param", "code"}}`; below `/v1/messages` it is '
-        '`{"type": "error", "error":\n{"type", "message"}}`. In a stream an error is the last event, and no `[DONE]` '
-        "follows.\n\n" + _table(("status", "code", "meaning"), codes)
+        '`{"type": "error", "error":\n{"type", "message"}}`, below `/api` it is `{"error": MESSAGE}`. In a stream an '
+        "error is the last event or object, and no `[DONE]`\nfollows.\n\n"
+        + _table(("status", "code", "meaning"), codes)
     )
     return "\n".join(sections) + "\n"
 
@@ -184,7 +206,7 @@ def _type(field: dict[str, Any]) -> str:
     if members:
         return " or ".join(dict.fromkeys(_type(member) for member in members if member.get("type") != "null"))
     if "enum" in field:
-        return ", ".join(f"`{value}`" for value in field["enum"])
+        return ", ".join(f"`{value}`" if value else '`""`' for value in field["enum"])
     if "const" in field:
         return f"`{str(field['const']).lower() if isinstance(field['const'], bool) else field['const']}`"
     kind = str(field.get("type", "any"))

@@ -18,11 +18,19 @@ from neuronpipe.services.gateway.anthropic.messages_api import CountTokensReques
 from neuronpipe.services.gateway.anthropic.messages_encoding import MessagesEncoder
 from neuronpipe.services.gateway.client.run_client import MAX_SENT, new_request_id
 from neuronpipe.services.gateway.http.access_control import AccessControl, client_of, respond
-from neuronpipe.services.gateway.http.api_errors import MESSAGES_PATH, ApiError, prompt_too_long
+from neuronpipe.services.gateway.http.api_errors import MESSAGES_PATH, OLLAMA_PATH, ApiError, prompt_too_long
 from neuronpipe.services.gateway.http.memory_account import MemoryAccount, charge_of
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.gateway.http.request_body import read_body
 from neuronpipe.services.gateway.llamacpp.llamacpp_api import LlamaCppApi
+from neuronpipe.services.gateway.ollama.model_endpoints import OllamaModels
+from neuronpipe.services.gateway.ollama.ollama_api import OllamaChatRequest, OllamaGenerateRequest
+from neuronpipe.services.gateway.ollama.ollama_encoding import (
+    OllamaChatEncoder,
+    OllamaEncoder,
+    OllamaGenerateEncoder,
+    RequestTimer,
+)
 from neuronpipe.services.gateway.openai.chat_encoding import ChatEncoder, FunctionCallEncoder
 from neuronpipe.services.gateway.openai.echo import EchoEncoder, EchoResponse
 from neuronpipe.services.gateway.openai.infill import InfillResponse
@@ -66,6 +74,7 @@ class Gateway:
     def __init__(self, models: ServedModels, listener: Listener, account: MemoryAccount) -> None:
         self._models, self._listener, self._account = models, listener, account
         self._llamacpp = LlamaCppApi(models)
+        self._ollama = OllamaModels(models)
         self._metrics = Metrics()
 
     def application(self) -> ASGIApp:
@@ -78,6 +87,11 @@ class Gateway:
             *_with_and_without_version("/models/{name:path}", self.model, "GET"),
             Route(MESSAGES_PATH, self.messages, methods=["POST"]),
             Route(f"{MESSAGES_PATH}/count_tokens", self.count_tokens, methods=["POST"]),
+            Route(f"{OLLAMA_PATH}/chat", self.ollama_chat, methods=["POST"]),
+            Route(f"{OLLAMA_PATH}/generate", self.ollama_generate, methods=["POST"]),
+            Route(f"{OLLAMA_PATH}/embed", self._llamacpp.embeddings, methods=["POST"]),
+            Route(f"{OLLAMA_PATH}/embeddings", self._llamacpp.embeddings, methods=["POST"]),
+            *self._ollama.routes(),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/apply-template", self.apply_template, methods=["POST"]),
@@ -134,12 +148,17 @@ class Gateway:
 
     async def completions(self, request: Request) -> GenerationResponse:
         body = await read_body(request, CompletionRequest)
+        return self._completion(request, body, EchoEncoder if body.echo else CompletionEncoder)
+
+    def _completion(
+        self, request: Request, body: CompletionRequest, encoder: Callable[..., ResponseEncoder]
+    ) -> GenerationResponse:
+        """Continue prompts, or fill gaps."""
         model = self._models.find(body.model)
         if body.suffix:
             infill = functools.partial(InfillResponse, infill=model.infill, suffix=body.suffix)
-            encoder: type[ResponseEncoder] = CompletionEncoder
             return self._generate(request, model, body, body.prompts, body.max_tokens, encoder, respond_with=infill)
-        encoder, kind = (EchoEncoder, EchoResponse) if body.echo else (CompletionEncoder, GenerationResponse)
+        kind = EchoResponse if body.echo else GenerationResponse
         response = self._generate(request, model, body, body.prompts, body.max_tokens, encoder, respond_with=kind)
         charge_of(request.scope).set(_request_bytes(body.prompts, body.candidates) + _prompt_object_bytes(body.prompts))
         return response
@@ -230,6 +249,23 @@ class Gateway:
         ask = Tokenize(request=new_request_id(), text=prompt.text, frame=prompt.frame)
         answer = await self._llamacpp.tokenized(ask, body.model, client_of(request, None))
         return _json({"input_tokens": len(answer.tokens)})
+
+    # ---- Ollama's API ----------------------------------------------------------------------------------------
+    async def ollama_chat(self, request: Request) -> GenerationResponse | Response:
+        timer, body = RequestTimer(), await read_body(request, OllamaChatRequest)
+        if body.loads:
+            return _json(await self._ollama.loaded(body, {"message": {"role": "assistant", "content": ""}}))
+        encoder = functools.partial(OllamaChatEncoder, body.model, timer)
+        return await self._conversation(request, body.as_chat(), encoder)
+
+    async def ollama_generate(self, request: Request) -> GenerationResponse | Response:
+        timer, body = RequestTimer(), await read_body(request, OllamaGenerateRequest)
+        if body.loads:
+            return _json(await self._ollama.loaded(body, {"response": ""}))
+        encoder: Callable[..., OllamaEncoder] = functools.partial(OllamaGenerateEncoder, body.model, timer)
+        if body.is_plain:
+            return self._completion(request, body.as_completion(), encoder)
+        return await self._conversation(request, body.as_chat(), encoder)
 
     # ---- llama.cpp's endpoints -------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:

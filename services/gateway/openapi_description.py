@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from neuronpipe.services.gateway.anthropic.messages_api import CountTokensRequest, MessagesRequest
-from neuronpipe.services.gateway.http.api_errors import MESSAGES_PATH
+from neuronpipe.services.gateway.http.api_errors import MESSAGES_PATH, OLLAMA_PATH
 from neuronpipe.services.gateway.llamacpp.llamacpp_api import DetokenizeRequest, TokenizeRequest
+from neuronpipe.services.gateway.ollama.ollama_api import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
 from neuronpipe.services.gateway.openai.responses_api import ResponsesRequest
 from pydantic import BaseModel
@@ -81,6 +82,38 @@ MESSAGE = {
         "usage": {"type": "object", "additionalProperties": {"type": "integer"}},
     },
 }
+OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+OLLAMA_RESPONSE = {
+    "type": "object",
+    "required": ["model", "created_at", "done", "done_reason"],
+    "properties": {
+        "model": {"type": "string"},
+        "created_at": {"type": "string"},
+        "message": {"type": "object", "required": ["role", "content"]},
+        "response": {"type": "string"},
+        "done": {"const": True},
+        "done_reason": {"enum": ["stop", "length", "load"]},
+        **{
+            name: {"type": "integer", "minimum": 0}
+            for name in (
+                "total_duration",
+                "load_duration",
+                "prompt_eval_count",
+                "prompt_eval_duration",
+                "eval_count",
+                "eval_duration",
+            )
+        },
+    },
+}
+OLLAMA_MODEL = {"type": "object", "required": ["details", "model_info", "capabilities", "modified_at"]}
+OLLAMA_MODELS = {
+    "type": "object",
+    "required": ["models"],
+    "properties": {"models": {"type": "array", "items": {"type": "object", "required": ["name", "model", "digest"]}}},
+}
+OLLAMA_VERSIONS = {"type": "object", "required": ["version"], "properties": {"version": {"type": "string"}}}
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 TOKEN_COUNT = {
     "type": "object",
     "required": ["input_tokens"],
@@ -113,27 +146,31 @@ def openapi_document(version: str) -> dict[str, Any]:
         ResponsesRequest,
         MessagesRequest,
         CountTokensRequest,
+        OllamaChatRequest,
+        OllamaGenerateRequest,
+        OllamaShowRequest,
         TokenizeRequest,
         DetokenizeRequest,
     )
     _, generated = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REFERENCE + "{model}")
     schemas = {name: _nullable(schema) for name, schema in generated["$defs"].items()}
-    schemas |= {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR, "Usage": USAGE}
+    schemas |= {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR, "OllamaError": OLLAMA_ERROR, "Usage": USAGE}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "neuronpipe",
             "version": version,
-            "description": "OpenAI's API and Anthropic's Messages API for the models of this server.",
+            "description": "OpenAI's, Anthropic's and Ollama's APIs for the models of this server.",
         },
         "paths": {
             "/v1/chat/completions": _text("chat", ChatRequest, "chat.completion"),
             "/v1/completions": _text("completion", CompletionRequest, "text_completion"),
-            "/v1/responses": _posted("respond", ResponsesRequest, RESPONSE, streams=True),
-            MESSAGES_PATH: _posted("createMessage", MessagesRequest, MESSAGE, error="AnthropicError", streams=True),
+            "/v1/responses": _posted("respond", ResponsesRequest, RESPONSE, streams=EVENTS),
+            MESSAGES_PATH: _posted("createMessage", MessagesRequest, MESSAGE, error="AnthropicError", streams=EVENTS),
             f"{MESSAGES_PATH}/count_tokens": _posted(
                 "countTokens", CountTokensRequest, TOKEN_COUNT, error="AnthropicError"
             ),
+            **_ollama_paths(),
             "/tokenize": _posted("tokenize", TokenizeRequest, TOKENIZED),
             "/detokenize": _posted("detokenize", DetokenizeRequest, DETOKENIZED),
             "/apply-template": _posted("applyTemplate", ChatRequest, APPLIED),
@@ -153,6 +190,20 @@ def openapi_document(version: str) -> dict[str, Any]:
             },
         },
         "security": [{}, {"key": []}, {"header": []}],
+    }
+
+
+def _ollama_paths() -> dict[str, Any]:
+    error = "OllamaError"
+    chat = _posted("ollamaChat", OllamaChatRequest, OLLAMA_RESPONSE, error=error, streams=LINES)
+    generate = _posted("ollamaGenerate", OllamaGenerateRequest, OLLAMA_RESPONSE, error=error, streams=LINES)
+    return {
+        f"{OLLAMA_PATH}/chat": chat,
+        f"{OLLAMA_PATH}/generate": generate,
+        f"{OLLAMA_PATH}/show": _posted("ollamaShow", OllamaShowRequest, OLLAMA_MODEL, error=error),
+        f"{OLLAMA_PATH}/tags": _plain("ollamaTags", OLLAMA_MODELS, error=error),
+        f"{OLLAMA_PATH}/ps": _plain("ollamaRunning", OLLAMA_MODELS, error=error),
+        f"{OLLAMA_PATH}/version": _plain("ollamaVersion", OLLAMA_VERSIONS, error=error),
     }
 
 
@@ -184,16 +235,19 @@ def _text(name: str, kind: type[BaseModel], answer: str) -> dict[str, Any]:
             "usage": {"$ref": f"{REFERENCE}Usage"},
         },
     }
-    return _posted(name, kind, schema, streams=True)
+    return _posted(name, kind, schema, streams=EVENTS)
 
 
 def _posted(
-    name: str, kind: type[BaseModel], answer: dict[str, Any], *, error: str = "Error", streams: bool = False
+    name: str, kind: type[BaseModel], answer: dict[str, Any], *, error: str = "Error", streams: str = ""
 ) -> dict[str, Any]:
-    """Describe a POST endpoint: its request model, and the schemas of its response and of errors."""
+    """Describe a POST endpoint: its request model, and the schemas of its response and of errors.
+
+    streams: the media type of a stream; empty if the endpoint has none
+    """
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content[streams] = {"schema": {"type": "string"}}
     body = {"application/json": {"schema": {"$ref": REFERENCE + kind.__name__}}}
     return {
         "post": {
@@ -205,9 +259,9 @@ def _posted(
     }
 
 
-def _plain(name: str, schema: dict[str, Any], *parameters: str) -> dict[str, Any]:
+def _plain(name: str, schema: dict[str, Any], *parameters: str, error: str = "Error") -> dict[str, Any]:
     places = [
         {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}} for parameter in parameters
     ]
     content = {"application/json": {"schema": schema}}
-    return {"get": {"operationId": name, "parameters": places, "responses": _responses(content)}}
+    return {"get": {"operationId": name, "parameters": places, "responses": _responses(content, error)}}

@@ -17,7 +17,7 @@ from tests.pipeline import PATIENCE_S, Shell
 
 MODEL = "neuronpipe-demo"
 PYTHON = ("openai", "langchain", "pydantic_ai", "litellm", "lm_eval")
-NODE = ("ai",)
+NODE = ("ai", "ollama")
 
 
 @pytest.fixture(scope="module")

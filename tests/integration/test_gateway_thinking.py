@@ -1,4 +1,4 @@
-"""Models that think, with the clients of OpenAI and Anthropic: between special tokens, and in harmony's channels."""
+"""Models that think, with the clients of all three APIs: between special tokens, and in harmony's channels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import anthropic
+import ollama
 import openai
 import pytest
 from neuronpipe.plans.package.reader import Package
@@ -205,3 +206,27 @@ def test_the_terminal_shows_the_answer_alone_in_a_pipe_and_has_both_in_json(thin
     assert long_shell.call(*words).out == "xyz\n"
     answer = long_shell.json(*words)
     assert (answer["reasoning"], answer["text"]) == ("abc", "xyz")
+
+
+def test_ollamas_clients_get_thinking_beside_the_text_and_turn_it_off(thinker: Served) -> None:
+    name = thinker.package.manifest.name
+    asked: dict[str, Any] = {"model": name, "options": {"temperature": 0, "num_predict": 60, **SCRIPTED}}
+    with ollama.Client(host=f"http://127.0.0.1:{thinker.server.port}") as client:
+        assert client.show(name).capabilities == ["completion", "tools", "thinking"]
+        whole = client.chat(**asked, messages=ASKED["messages"])
+        assert (whole.message.thinking, whole.message.content, whole.done_reason) == ("abc", "xyz", "stop")
+        pieces = list(client.chat(**asked, messages=ASKED["messages"], think=True, stream=True))
+        assert [piece.message.thinking for piece in pieces if piece.message.thinking] == ["a", "b", "c"]
+        assert "".join(piece.message.content or "" for piece in pieces) == "xyz"
+        generated = client.generate(**asked, prompt="?", think="low")
+        assert (generated.thinking, generated.response) == ("abc", "xyz")
+        first = "xyz" if "<think>" in thinker.package.chat_template() else "abc"  # as above
+        short = asked | {"options": asked["options"] | {"num_predict": 3}}
+        plain = client.chat(**short, messages=ASKED["messages"], think=False)
+        assert (plain.message.thinking, plain.message.content) == (None, first)
+        again = client.chat(**asked, messages=[*ASKED["messages"], whole.message, *ASKED["messages"]])
+    earlier: Any = {"role": "assistant", "content": "xyz", "reasoning_content": "abc"}
+    messages = [*ASKED["messages"], earlier, *ASKED["messages"]]
+    same = thinker.openai.chat.completions.create(model=name, messages=messages, max_tokens=1)
+    assert same.usage is not None
+    assert (again.message.content, again.prompt_eval_count) == ("xyz", same.usage.prompt_tokens)

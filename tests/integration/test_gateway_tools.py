@@ -32,6 +32,7 @@ ASKED: dict[str, Any] = {
     "tools": TOOLS,
     "max_tokens": 60,
 }
+CALLED: Any = {"name": "fibonacci", "arguments": '{"n": 7, "how": "loop"}'}
 NAMED = {"type": "function", "function": {"name": "fibonacci"}}
 
 
@@ -258,6 +259,32 @@ def test_a_gap_is_shown_as_the_model_knows_it_and_its_tokens_end_the_answer(
     assert (ended.choices[0].finish_reason, ended.choices[0].text) == ("stop", "")
     assert ended.choices[0].logprobs is not None
     assert ended.choices[0].logprobs.tokens == []
+
+
+def test_ollamas_api_has_the_template_the_tools_and_the_gaps_of_the_model(
+    special: tuple[Server, openai.OpenAI, str],
+) -> None:
+    server, client, model = special
+    described = server.post("/api/show", model=model).json()
+    assert described["capabilities"] == ["completion", "tools", "insert"]
+    assert described["template"] == LIST
+    options = {"temperature": 0, "num_predict": 8}
+    gap = server.post("/api/generate", prompt="def f(", suffix="):\n", options=options, stream=False).json()
+    same = client.completions.create(model=model, prompt="def f(", suffix="):\n", temperature=0, max_tokens=8)
+    assert gap["response"] == same.choices[0].text
+    call = {"function": {"name": "fibonacci", "arguments": {"n": 7, "how": "loop"}}}
+    messages = [
+        *ASKED["messages"],
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_name": "fibonacci", "content": "13"},
+    ]
+    answer = server.post("/api/chat", messages=messages, tools=TOOLS, options=options, stream=False).json()
+    called = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": CALLED}]}
+    chat = [*ASKED["messages"], called, {"role": "tool", "tool_call_id": "c", "content": "13"}]
+    again = client.chat.completions.create(model=model, messages=chat, tools=TOOLS, temperature=0, max_tokens=8)
+    assert again.usage is not None
+    assert answer["prompt_eval_count"] == again.usage.prompt_tokens
+    assert answer["message"]["content"] == (again.choices[0].message.content or "")
 
 
 def test_a_gap_is_refused_where_the_model_fills_none(client: openai.OpenAI) -> None:

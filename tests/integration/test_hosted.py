@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,29 @@ def test_each_model_answers_by_its_name_and_the_first_without_one(server: Server
     assert tokens != {"[]"}
     figures = server.call("GET", "/metrics").body.decode()
     assert all(f'neuronpipe_run_tokens{{model="{name}"}}' in figures for name in names)
+
+
+def test_ollamas_clients_see_all_models_and_those_that_are_loaded(shell: Shell, packages: list[Package]) -> None:
+    server, _ = hosted(shell, *(package.path for package in packages))
+    names = [f"{package.manifest.name}:latest" for package in packages]
+
+    def models(path: str) -> dict[str, Any]:
+        return {model["name"]: model for model in server.call("GET", path).json()["models"]}
+
+    assert (list(models("/api/tags")), list(models("/api/ps"))) == (names, [])
+    described = server.post("/api/show", model=names[1]).json()
+    assert (described["capabilities"], list(models("/api/ps"))) == (["completion", "tools"], [])
+    loaded = server.post("/api/generate", model=names[1]).json()
+    assert (loaded["model"], loaded["done_reason"]) == (names[1], "load")
+    (run,) = models("/api/ps").values()
+    left = datetime.fromisoformat(run["expires_at"]) - datetime.now(UTC)
+    assert (run["name"], run["size_vram"]) == (names[1], 0)
+    assert timedelta(minutes=4) < left <= timedelta(minutes=5)
+    answer = server.post("/api/generate", model=names[0], prompt="one", raw=True, options={"num_predict": 2})
+    *_, last = [json.loads(line) for line in answer.body.splitlines()]
+    assert last["load_duration"] > last["eval_duration"] > 0  # its run was started
+    assert list(models("/api/ps")) == names
+    ended(server)
 
 
 def test_a_name_that_is_not_served_is_refused_with_those_that_are(server: Server, packages: list[Package]) -> None:

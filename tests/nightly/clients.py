@@ -48,6 +48,7 @@ PYTHON = {
 ONLY_WHEN_NAMED = ("guidellm",)
 NODE = {
     "ai": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod"),
+    "ollama": ("ollama",),
     "openai": ("openai", "zod"),
     "langchain": ("@langchain/openai", "@langchain/core", "zod"),
 }

@@ -49,6 +49,7 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.services.gateway.anthropic.messages_api import MessagesRequest
     from neuronpipe.services.gateway.http.api_errors import ApiError
     from neuronpipe.services.gateway.http.request_body import parse_body
+    from neuronpipe.services.gateway.ollama.ollama_api import OllamaChatRequest, OllamaGenerateRequest
     from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
     from neuronpipe.services.gateway.templates.messages import ChatTurn
     from neuronpipe.services.gateway.templates.template_jobs import (
@@ -95,6 +96,15 @@ MESSAGES = (
     b' "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "thinking"},'
     b' {"type": "tool_use", "id": "t", "name": "f", "input": {"a": [1]}}]}, {"role": "user", "content":'
     b' [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "7"}]}]}]}'
+)
+OLLAMA_CHAT = (
+    b'{"model": "m:latest", "options": {"num_predict": 4, "stop": ["a"], "seed": -1}, "format": {"type": "object"},'
+    b' "think": "low", "keep_alive": "5m", "tools": [{"type": "function", "function": {"name": "f"}}], "messages":'
+    b' [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}]}, {"role": "tool",'
+    b' "tool_name": "f", "content": "7"}]}'
+)
+OLLAMA_GENERATE = (
+    b'{"prompt": "a", "system": "s", "raw": false, "options": {"top_k": 3}, "stream": false, "think": true}'
 )
 Target = Callable[[bytes], object]
 
@@ -147,6 +157,8 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
         "run": (file("x.run", run_file), [b'{"protocol": "1.0", "run": "a", "supervisor_pid": 1}']),
         "chat": (lambda data: parse_body(data, ChatRequest), [CHAT]),
         "messages": (lambda data: parse_body(data, MessagesRequest).as_chat(), [MESSAGES]),
+        "ollama-chat": (lambda data: parse_body(data, OllamaChatRequest).as_chat(), [OLLAMA_CHAT]),
+        "ollama-generate": (lambda data: parse_body(data, OllamaGenerateRequest).as_chat(), [OLLAMA_GENERATE]),
         "completion": (lambda data: parse_body(data, CompletionRequest), [COMPLETION]),
         "template": (template, TEMPLATES),
         "schema": (schema_target(), SCHEMAS),

@@ -119,7 +119,7 @@ ENDPOINTS = {
     ),
     "messages": Endpoint(
         MessagesRequest,
-        ("Fields of all endpoints", "POST /v1/messages\n"),
+        ("Fields of all of OpenAI's and Anthropic's", "POST /v1/messages\n"),
         (message_create_params.MessageCreateParamsBase,),
         {"messages": VALUES["messages"], "max_tokens": 1},
         OF_ANTHROPIC,

@@ -23,6 +23,7 @@ from neuronpipe.services.gateway.http.memory_account import (
 )
 from neuronpipe.services.gateway.http.request_body import parse_body, read_body
 from neuronpipe.services.gateway.http.schema_base import RequestModel
+from neuronpipe.services.gateway.ollama.ollama_api import OllamaChatRequest, OllamaGenerateRequest
 from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
 from starlette.requests import Request
 
@@ -89,7 +90,7 @@ def test_memory_is_given_back_when_large_requests_have_ended() -> None:
 
 
 PROMPT, CHAT = b'{"prompt":"x",', b'{"messages":[{"role":"user","content":"x"}],'
-MESSAGES = b'{"max_tokens":1,"messages":['
+MESSAGES, OLLAMA = b'{"max_tokens":1,"messages":[', b'{"messages":['
 REPEATED: list[tuple[type[RequestModel], bytes, bytes, bytes]] = [
     (CompletionRequest, PROMPT + b'"metadata":{"a":[', b"[]", b"]}}"),
     (CompletionRequest, PROMPT + b'"metadata":{"a":[', b"{}", b"]}}"),
@@ -109,6 +110,15 @@ REPEATED: list[tuple[type[RequestModel], bytes, bytes, bytes]] = [
         b'{"type":"tool_use","id":"","name":"f","input":{}}',
         b"]}]}",
     ),
+    (OllamaChatRequest, OLLAMA, b'{"role":"user","content":""}', b"]}"),
+    (
+        OllamaChatRequest,
+        OLLAMA + b'{"role":"assistant","tool_calls":[',
+        b'{"function":{"name":"f","arguments":{}}}',
+        b"]}]}",
+    ),
+    (OllamaGenerateRequest, PROMPT + b'"options":{"stop":[', b'"a"', b"]}}"),
+    (OllamaGenerateRequest, PROMPT + b'"format":{"a":[', b"{}", b"]}}"),
 ]
 
 

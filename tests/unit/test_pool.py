@@ -86,6 +86,16 @@ def test_a_run_that_nobody_uses_for_long_is_ended() -> None:
     assert one.due_at() == math.inf
 
 
+def test_the_time_that_an_unused_run_has_left_counts_from_its_last_request() -> None:
+    one = with_runs(pool(keep_alive_s=30, a=10, b=10), "a")
+    one.acquire("a")
+    assert one.unused_for_s("a", 5) == 30
+    one.release("a", 10)
+    assert [one.unused_for_s("a", now) for now in (10, 25, 50)] == [30, 15, 0]
+    one.starting("b")
+    assert one.unused_for_s("b", 50) == 30
+
+
 def test_a_text_that_takes_longer_than_that_keeps_its_run() -> None:
     one = with_runs(pool(keep_alive_s=30, a=10), "a")
     one.acquire("a")

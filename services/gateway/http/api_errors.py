@@ -1,4 +1,4 @@
-"""Errors in the format of OpenAI's API, and in that of Anthropic's API on its paths."""
+"""Errors in the format of OpenAI's API, and in those of Anthropic's and Ollama's APIs on their paths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CODES: dict[str, tuple[int, str]] = {
     "invalid_value": (400, "A field has an invalid value; `param` names it."),
     "missing_required_parameter": (400, "A required field is missing; `param` names it."),
     "unsupported_parameter": (400, "A field is unknown or not supported; `param` names it."),
-    "unsupported_endpoint": (400, "The endpoint is not supported: embeddings."),
+    "unsupported_endpoint": (400, "The endpoint is not supported: embeddings, and changes of Ollama's models."),
     "messages_refused": (400, "The chat template refuses the conversation."),
     "context_length_exceeded": (400, "The prompt leaves no room for a completion in the context."),
     "answer_too_large": (400, "The log-probabilities are too large for a response that is sent whole."),
@@ -59,6 +59,7 @@ CODES: dict[str, tuple[int, str]] = {
 """Status and meaning of every error code, for the reference."""
 MAX_MESSAGE_CHARACTERS = 1000
 MESSAGES_PATH = "/v1/messages"
+OLLAMA_PATH = "/api"
 ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -102,8 +103,10 @@ class ApiError(Exception):
 
         path: the path of the request, which decides the format
         """
-        if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+        if _is_below(path, MESSAGES_PATH):
             return json.dumps(self.anthropic()).encode()
+        if _is_below(path, OLLAMA_PATH):
+            return json.dumps(self.ollama()).encode()
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
@@ -114,6 +117,17 @@ class ApiError(Exception):
         if self.code == "context_length_exceeded":
             message = f"prompt is too long: {message}"  # Anthropic's wording: clients search for it
         return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def ollama(self) -> dict[str, str]:
+        """Return the error object of Ollama's API; its message names the field at fault."""
+        message = self.message
+        if self.code == "model_not_found":
+            message = f"model not found: {message}"  # Ollama's wording: clients search for it
+        return {"error": message}
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")
 
 
 def from_refusal(refused: Refused) -> ApiError:

@@ -67,7 +67,11 @@ TEXT, TEXTS, TOKENS, TOKEN_LISTS = "[text]", "[texts]", "[tokens]", "[lists of t
 PARTS, ITEMS = "[parts]", "[items]"
 MODE, FUNCTION, ALLOWED, UNREAD = "[mode]", "[function]", "[allowed]", "[unread]"
 CALL, RESULT, THINKING = "[call]", "[result]", "[thinking]"
-UNION_TAGS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, FUNCTION, ALLOWED, UNREAD, CALL, RESULT, THINKING)
+SWITCH, NUMBER, SCHEMA = "[switch]", "[number]", "[schema]"
+UNION_TAGS = (
+    *(TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, FUNCTION, ALLOWED, UNREAD, CALL, RESULT, THINKING),
+    *(SWITCH, NUMBER, SCHEMA),
+)
 
 
 def union_of(message: str, tag_of: Callable[[Any], str | None]) -> Discriminator:

@@ -129,6 +129,14 @@ class PromptWriter:
             log.warning("%s: the chat template: %s; tools use the default call format", name, why)
         return report
 
+    @property
+    def thinks(self) -> bool:
+        """True if the model thinks before it answers; False also if its chat template cannot be read."""
+        try:
+            return self._package.manifest.chat is not None and self._thinking is not None
+        except TemplateError:
+            return False
+
     @cached_property
     def _thinking(self) -> ThinkingFormat | None:
         """Return how the model thinks; None if it does not. Raises TemplateError as `_source`."""

@@ -18,7 +18,6 @@ from neuronpipe.services.gateway.client.run_client import CoordinatorClient, new
 from neuronpipe.services.gateway.http.api_errors import prompt_too_long
 from neuronpipe.services.gateway.http.memory_account import message_bytes
 from neuronpipe.services.gateway.openai.response_encoding import (
-    COMMENT,
     DONE,
     CompletionEncoder,
     EncodedLogprobs,
@@ -189,13 +188,13 @@ class EchoResponse(GenerationResponse):
     async def _scored(
         self, requests: Sequence[Generate], mailbox: Mailbox, stream: EventStream | None
     ) -> Sequence[Sequence[Rated]]:
-        """Return the scored tokens of all prompts; send comments to the stream while none arrive."""
+        """Return the scored tokens of all prompts; keep the stream alive while none arrive."""
         tokens: list[list[Rated]] = [[] for _ in requests]
         unfinished = len(requests)
         while unfinished:
             messages = await mailbox.take(None if stream is None else COMMENT_S)
             if stream is not None and not messages:
-                await stream.send_events(COMMENT)
+                await stream.send_events(self._encoder.keep_alive)
             for number, message in messages:
                 if isinstance(message, Accepted) and requests[number].max_tokens:
                     if message.prompt_tokens >= self._context_tokens:

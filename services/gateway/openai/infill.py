@@ -94,20 +94,23 @@ class InfillPrompts(NamedTuple):
 
 
 class Infill:
-    """Writes the infill prompts of one model."""
+    """Writes the infill prompts of one model.
+
+    is_probed: True once the tokenizer was asked whether the model has a format
+    """
 
     def __init__(self, acquire: AcquireRun) -> None:
         self._acquire = acquire
         self._tokens_of_format: InfillTokens | None = None
-        self._is_probed = False
+        self.is_probed = False
 
     async def format(self, client: str) -> InfillTokens:
         """Return the model's format. Raises ApiError if it has none.
 
         client: the client that the calls of the tokenizer count for in the fair queue
         """
-        if not self._is_probed:
-            self._tokens_of_format, self._is_probed = await self._find(client), True
+        if not self.is_probed:
+            self._tokens_of_format, self.is_probed = await self._find(client), True
         if self._tokens_of_format is None:
             message = "suffix: the model that is served has no tokens for filling a gap; it can only continue a text"
             raise ApiError(400, "unsupported_parameter", message, param="suffix")

@@ -59,6 +59,7 @@ class ResponseEncoder(ABC):
     _empty_content: str
     _logprob_keys: tuple[str, ...]  # the names of the lists in `logprobs`
     _logprob_suffix = ""  # JSON after these lists
+    media_type = b"text/event-stream; charset=utf-8"  # of a stream
     done = DONE  # sent after the last chunk of a stream
     keep_alive = COMMENT  # sent while there is nothing else to send
 
@@ -78,6 +79,9 @@ class ResponseEncoder(ABC):
     def end_also_with(self, tokens: Sequence[int]) -> None:
         """Add end tokens; they have no log-probabilities."""
         self._end_tokens = (*self._end_tokens, *tokens)
+
+    def acquired(self) -> None:  # noqa: B027
+        """Note that the model has a run, which the request now uses; by default nothing follows from that."""
 
     # ---- streams ---------------------------------------------------------------------------------------------
     def accepted(self, number: int, message: Accepted) -> bytes:

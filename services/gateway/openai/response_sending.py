@@ -4,8 +4,8 @@ When the client closes the connection, its sequences are cancelled at once and a
 waits for its client to read; tokens that arrive meanwhile are sent together.
 
 The headers of a stream are sent when its sequences are accepted, before anything is computed; a request that is refused
-before that gets an error status. While there is nothing to send, comments or pings keep the connection alive. A stream
-whose run must be started first gets its headers and a comment at once; an error after that is its last event.
+before that gets an error status. While there is nothing to send, what the encoder sends for that keeps the connection
+alive. A stream whose run must be started first gets its headers at once; an error after that is its last event.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from neuronpipe.services.gateway.http.api_errors import ApiError, prompt_too_lon
 from neuronpipe.services.gateway.http.http_server import ABORT_KEY
 from neuronpipe.services.gateway.http.memory_account import charge_of
 from neuronpipe.services.gateway.http.metrics import Metrics
-from neuronpipe.services.gateway.openai.response_encoding import COMMENT, ResponseEncoder, usage
+from neuronpipe.services.gateway.openai.response_encoding import ResponseEncoder, usage
 from starlette.types import Receive, Scope, Send
 
 COMMENT_S = 5.0
@@ -69,13 +69,14 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 class EventStream:
     """The response of a stream. Its headers are sent with the first events."""
 
-    def __init__(self, send: Send) -> None:
-        self._send, self.headers_sent, self.mailbox = send, False, Mailbox()
+    def __init__(self, send: Send, media_type: bytes) -> None:
+        self._send, self._media_type = send, media_type
+        self.headers_sent, self.mailbox = False, Mailbox()
 
     async def send_events(self, events: bytes) -> None:
         """Send events; the headers alone if there are none."""
         if not self.headers_sent:
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+            headers = [(b"content-type", self._media_type), (b"cache-control", b"no-store")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             self.headers_sent = True
         if events:
@@ -119,17 +120,18 @@ class GenerationResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._charge, self._abort = charge_of(scope), scope.get(ABORT_KEY, lambda: None)
-        await run_while_connected(
-            receive, self._send_stream(EventStream(send)) if self._stream else self._send_at_once(send)
-        )
+        stream = EventStream(send, self._encoder.media_type)
+        await run_while_connected(receive, self._send_stream(stream) if self._stream else self._send_at_once(send))
 
     async def _send_at_once(self, send: Send) -> None:
         async with self._acquire() as coordinator:
+            self._encoder.acquired()
             await self._send_whole(await self._complete_body(coordinator), send)
 
     async def _send_stream(self, stream: EventStream) -> None:
         try:
             async with self._acquired(stream) as coordinator:
+                self._encoder.acquired()
                 last = await self._stream_body(coordinator, stream)
         except ApiError as problem:
             if not stream.headers_sent:
@@ -140,13 +142,13 @@ class GenerationResponse:
 
     @asynccontextmanager
     async def _acquired(self, stream: EventStream) -> AsyncIterator[CoordinatorClient]:
-        """Acquire the run; send comments while it is being started."""
+        """Acquire the run; keep the stream alive while it is being started."""
         async with contextlib.AsyncExitStack() as stack:
             entering = asyncio.ensure_future(stack.enter_async_context(self._acquire()))
             patience_s = RUN_READY_S
             try:
                 while not (await asyncio.wait((entering,), timeout=patience_s))[0]:
-                    await stream.send_events(COMMENT)
+                    await stream.send_events(self._encoder.keep_alive)
                     patience_s = COMMENT_S
             finally:
                 entering.cancel()

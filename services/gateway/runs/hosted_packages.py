@@ -115,6 +115,9 @@ class HostedModels(ServedModels):
     def facts(self) -> list[dict[str, Any]]:
         return [facts | {"state": STATE_NAMES[self._pool.state(facts["id"])]} for facts in super().facts()]
 
+    def unused_for_s(self, model: ServedModel) -> float:
+        return self._pool.unused_for_s(model.name, self._loop.time())
+
     def end(self, code: str, reason: str) -> None:
         self._ended = code, reason
         super().end(code, reason)

@@ -111,6 +111,13 @@ class RunPool:
         idle = [member.used_at for member in self._members.values() if member.state == "live" and not member.users]
         return min(idle, default=math.inf) + self._keep_alive_s
 
+    def unused_for_s(self, name: str, now: float) -> float:
+        """Return after which time without requests the run of this package ends."""
+        member = self._members[name]
+        if member.users or member.state != "live":
+            return self._keep_alive_s
+        return max(0.0, member.used_at + self._keep_alive_s - now)
+
     def _make_room(self, name: str) -> None:
         """Mark live runs as leaving until this package's run fits, or no live run is left."""
         if self.state(name) != "asleep":

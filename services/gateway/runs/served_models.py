@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.errors import quoted
@@ -20,6 +22,7 @@ from neuronpipe.services.gateway.runs.live_view import LiveFeed
 from neuronpipe.services.gateway.templates.template_pool import TemplatePool
 
 HEALTH_S = 2.0
+LATEST = ":latest"  # clients of Ollama's API add it to names without a tag
 
 
 class Run(NamedTuple):
@@ -48,6 +51,9 @@ class ServedModel:
     chat: writes prompts with its chat template
     infill: writes infill prompts; set by `ServedModels`
     run: its live run, if any
+    run_bytes: memory of a run by its plan
+    accelerator_bytes: the part of it that an accelerator has
+    modified_at: when the package was written, in seconds since 1970
     """
 
     def __init__(self, package: Package, plan: Plan) -> None:
@@ -57,6 +63,8 @@ class ServedModel:
         self.chat = PromptWriter(package)
         self.infill: Infill
         self.run: Run | None = None
+        self.run_bytes, self.accelerator_bytes = plan.memory.total_bytes(), plan.memory.accelerator_bytes
+        self.modified_at = (package.path / MANIFEST).stat().st_mtime
         self._created = int(time.time())
 
     def facts(self) -> dict[str, Any]:
@@ -86,9 +94,14 @@ class ServedModels:
             model.chat.templates = self._templates
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the package of this name; the first if the request names none. Raises ApiError if there is none."""
+        """Return the package of this name, with or without LATEST; the first if the request names none.
+
+        Raises ApiError if there is none.
+        """
         if name is None:
             return self._first
+        if name not in self._by_name:
+            name = name.removesuffix(LATEST)
         if name not in self._by_name:
             served_names = ", ".join(map(repr, self._by_name))
             message = f"the model {quoted(name)} is not served here; this server has {served_names}"
@@ -98,6 +111,14 @@ class ServedModels:
     def facts(self) -> list[dict[str, Any]]:
         """Return the model objects of `/v1/models`."""
         return [model.facts() for model in self._by_name.values()]
+
+    @property
+    def models(self) -> list[ServedModel]:
+        return list(self._by_name.values())
+
+    def unused_for_s(self, model: ServedModel) -> float:
+        """Return after which time without requests the run of a package ends; infinite if it does not."""
+        return math.inf
 
     @property
     def live(self) -> list[tuple[str, Run]]:
