@@ -148,6 +148,8 @@ def to_json(finished: Finished, tokens: list[Token]) -> dict[str, Any]:
         **({"logprobs": [_logprobs(token) for token in with_logprobs]} if with_logprobs else {}),
         "prompt_tokens": finished.prompt_tokens,
         "cached_tokens": finished.cached_tokens,
+        "drafted_tokens": finished.drafted_tokens,
+        "accepted_tokens": finished.accepted_tokens,
         "reason": finished.reason,
         "ttft_ms": finished.ttft_ms,
         "tokens_per_s": finished.tokens_per_s,

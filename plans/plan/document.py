@@ -36,6 +36,9 @@ BACKEND_ROLES = ("decode", "prefill", ACCELERATOR)
 
 DEFAULT_BACKEND = "cpu"
 
+MAX_DRAFT_TOKENS = 3
+"""The maximum of drafted tokens in a decode step: with the newest token they are as many as kernels compute at once."""
+
 GATEWAY = "gateway"
 """The optional role that serves HTTP. It is a client of the coordinator."""
 
@@ -87,6 +90,12 @@ class Compute:
     device_shares_memory: bool = False  # offloaded weights lie in this machine's memory
     state_slots: int = 0  # recurrent states: two of each sequence, and snapshots
     device_name: str = ""  # the accelerator's device, as its driver names it; empty without one
+    draft_tokens: int = 0  # maximum of drafted tokens in a decode step
+
+    @property
+    def step_tokens(self) -> int:
+        """Maximum of tokens in a decode step."""
+        return max(self.sequences, 1 + self.draft_tokens)
 
     def decode_workers(self) -> tuple[ProcessSpec, ...]:
         """Return the decode processes in index order."""

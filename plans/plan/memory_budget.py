@@ -216,13 +216,13 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     )
     token_bytes = 2 * 4 * max_width + (4 * model.width if model.branch_norms else 0)
     token_bytes += 4 * max(model.max_head_width, 2 * model.state_key_width + 2, 2 * layout.block_neurons, 64)
-    tokens = shape.prefill_threads * prefill_tokens + shape.workers * shape.sequences
-    open_experts = shape.workers * min(model.most_experts, shape.sequences * model.most_active_experts)
+    tokens = shape.prefill_threads * prefill_tokens + shape.workers * shape.step_tokens
+    open_experts = shape.workers * min(model.most_experts, shape.step_tokens * model.most_active_experts)
     open_experts += shape.prefill_threads * min(model.most_experts, prefill_tokens * model.most_active_experts)
     clusters_bytes = OPEN_CLUSTER_BYTES * layout.clusters * open_experts if model.experts > 1 else 0
     if layout.down_by_output:
         at_once = shape.prefill_threads * min(prefill_tokens, OUTPUT_TOKENS)
-        at_once += shape.workers * min(shape.sequences, OUTPUT_TOKENS)
+        at_once += shape.workers * min(shape.step_tokens, OUTPUT_TOKENS)
         clusters_bytes += OUTPUT_VALUE_BYTES * layout.cluster_neurons * at_once
     return tokens * token_bytes + clusters_bytes + 16 * shape.context_tokens * (shape.workers + shape.prefill_threads)
 

@@ -43,6 +43,7 @@ class RunShape:
     device_shares_memory: bool = False
     accelerator_backend: str = ""
     state_slots: int = 0
+    draft_tokens: int = 0
 
     @classmethod
     def of(cls, compute: Compute) -> RunShape:
@@ -62,7 +63,13 @@ class RunShape:
             device_shares_memory=compute.device_shares_memory,
             accelerator_backend=compute.accelerator_backend(),
             state_slots=compute.state_slots,
+            draft_tokens=compute.draft_tokens,
         )
+
+    @property
+    def step_tokens(self) -> int:
+        """Maximum of tokens in a decode step."""
+        return max(self.sequences, 1 + self.draft_tokens)
 
     @property
     def predicts(self) -> bool:
@@ -158,12 +165,12 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
             state_elements=model.all_state_elements,
         ),
         layouts.exchange(
-            tokens=shape.sequences,
+            tokens=shape.step_tokens,
             logit_rows=shape.logit_rows,
             vocabulary=model.vocabulary,
             workers=shape.workers,
-            lane_words=lib.np_channel_bytes(shape.sequences) // WORD_BYTES,
-            **_stage_lengths(manifest, shape.sequences, predicts=shape.predicts),
+            lane_words=lib.np_channel_bytes(shape.step_tokens) // WORD_BYTES,
+            **_stage_lengths(manifest, shape.step_tokens, predicts=shape.predicts),
         ),
         layouts.board(processes=shape.processes, sequences=shape.sequences),
         layouts.trace(rings=shape.processes),

@@ -8,8 +8,8 @@ from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-Technique = Literal["bundle", "cache", "pipeline", "predictor", "prefetch"]
-TECHNIQUES: tuple[Technique, ...] = ("bundle", "cache", "pipeline", "predictor", "prefetch")
+Technique = Literal["bundle", "cache", "drafts", "pipeline", "predictor", "prefetch"]
+TECHNIQUES: tuple[Technique, ...] = ("bundle", "cache", "drafts", "pipeline", "predictor", "prefetch")
 Baseline = Literal["llm-in-a-flash"]
 BASELINES: tuple[Baseline, ...] = ("llm-in-a-flash",)
 

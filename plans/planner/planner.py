@@ -14,6 +14,7 @@ from neuronpipe.plans.plan.borrowed_memory import max_borrowed_bytes
 from neuronpipe.plans.plan.document import (
     ACCELERATOR,
     GATEWAY,
+    MAX_DRAFT_TOKENS,
     VERSION,
     Compute,
     Flash,
@@ -130,6 +131,8 @@ class _PlanBuilder:
             self._shape = dataclasses.replace(self._shape, state_slots=self._state_slots())
         if device.accelerator is not None:
             self._shape = self._offload_shape(device.accelerator)
+        elif not manifest.model.is_recurrent and "drafts" not in options.without:
+            self._shape = dataclasses.replace(self._shape, draft_tokens=MAX_DRAFT_TOKENS)
         self._rates = rates(manifest, self._shape.mode, frequencies)
         self._usable_bytes = trusted_bytes(manifest, self._shape, self._limit_bytes)
 
@@ -209,6 +212,7 @@ class _PlanBuilder:
             or ((shape.max_offloaded_blocks,) if shape.max_offloaded_blocks else ()),
             held_matrices=shape.offloaded_matrices,
             state_slots=shape.state_slots,
+            draft_tokens=shape.draft_tokens,
             device_shares_memory=shape.device_shares_memory,
             device_name="" if self._device.accelerator is None else self._device.accelerator.name,
         )

@@ -15,7 +15,7 @@ from typing import NoReturn
 from neuronpipe.plans.cost.activation_rates import has_hints
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, backend_of
+from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, MAX_DRAFT_TOKENS, Plan, backend_of
 from neuronpipe.plans.plan.memory_budget import (
     Budgets,
     accelerator_bytes,
@@ -144,8 +144,13 @@ class _Check:
             self._fail("compute.mode", "'thresholded', but the package has no thresholds of `profile --silent`")
         if compute.hints and (compute.mode == "predicted" or not has_hints(self._manifest)):
             self._fail("compute.hints", "are of a predictor or of routers, in exact mode")
-        if compute.logit_rows < compute.sequences:
-            self._fail("compute.logit_rows", f"{compute.logit_rows} are too few for {compute.sequences} sequences")
+        if compute.logit_rows < compute.step_tokens:
+            self._fail(
+                "compute.logit_rows", f"{compute.logit_rows} are too few for steps of {compute.step_tokens} tokens"
+            )
+        self._within("compute.draft_tokens", compute.draft_tokens, 0, MAX_DRAFT_TOKENS)
+        if compute.draft_tokens and self._manifest.model.is_recurrent:
+            self._fail("compute.draft_tokens", "must be 0: recurrent states cannot go back behind refused drafts")
 
     def _flash(self) -> None:
         flash = self._plan.flash

@@ -110,6 +110,8 @@ class Finished(Message):
     cached_tokens: how many tokens of the prompt were not computed, because another sequence or the
         prompt cache has them
     stop: the stop string that was generated, with reason "stop"
+    drafted_tokens: how many drafted tokens its steps have computed
+    accepted_tokens: how many of them are tokens of the completion
     """
 
     request: str
@@ -128,6 +130,8 @@ class Finished(Message):
     mode: Mode
     cached_tokens: int = 0
     stop: str | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @message

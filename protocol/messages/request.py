@@ -150,6 +150,7 @@ class Generate(Message):
     calls: functions that the completion may call; text outside calls follows the grammar, if there is one
     stop_tokens: tokens that end the completion like an end token, at most 64; `ignore_end` does not ban them
     shown_tokens: names of special tokens that are text of the completion, at most 64; names of other tokens are ignored
+    draft: true if a step may compute tokens that the text probably continues with; the tokens are the same either way
     """
 
     request: str
@@ -176,6 +177,7 @@ class Generate(Message):
     calls: Calls | None = None
     stop_tokens: tuple[int, ...] = ()
     shown_tokens: tuple[str, ...] = ()
+    draft: bool = True
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.tokens is None):

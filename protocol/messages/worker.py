@@ -10,8 +10,9 @@ from neuronpipe.protocol.codec import Message, message
 @message
 class Step(Message):
     """To every participant: compute one token of each of these sequences, together with the other participants.
-    `sequences`, `positions` and `tokens` have one item per sequence, in the same order. The logits of item i are
-    written to row i of the exchange segment. `participants`, `first_blocks` and `end_blocks` have one item per
+    `sequences`, `positions` and `tokens` have one item per sequence, in the same order; with drafted tokens all items
+    are of one sequence, at consecutive positions. The logits of item i are written to row i of the exchange segment.
+    `participants`, `first_blocks` and `end_blocks` have one item per
     participant. The participants may change from step to step. Their ranges cover every block of neurons once:
     participants with the same range share it by work stealing, and at most one range is shared. All participants share
     the stages other than the feed-forward's blocks. An accelerator alone computes every row of the matrices in

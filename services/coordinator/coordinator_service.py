@@ -18,7 +18,7 @@ from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages import outcome
 from neuronpipe.protocol.messages.cache import Reserve
-from neuronpipe.protocol.messages.client import Finished, Refused
+from neuronpipe.protocol.messages.client import Finished, Refused, Token
 from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score, Throttle, Tokenize
@@ -386,7 +386,7 @@ class CoordinatorService:
             return None
         self._epoch.reset_barrier()
         if isinstance(action.message, Step):
-            self._texts[0] = len(action.message.sequences)
+            self._texts[0] = len(set(action.message.sequences))
         was_sent = self._send_by_channels(action)
         assigned = [was_sent or self._assign(f"{role}-{index}", action.message) for role, index in action.processes]
         self._meter.sent(began_ns, len(action.processes))
@@ -406,7 +406,6 @@ class CoordinatorService:
 
     def _sample(self, action: SampleTokens) -> TokensSampled:
         step = self._pipeline.done
-        self._tokens += len(action.rows)
         if step is not None and step.tokens is not None:
             cost = self._meter.step_done(step.done_ns)
             self._meter.sampled(step.done_ns, len(action.rows), step.sampled_ns)
@@ -428,6 +427,7 @@ class CoordinatorService:
     def _tell(self, client: str, message: Message) -> None:
         """Send a message to a client. If the client is gone or does not read, its request is cancelled."""
         self._meter.message_sent(message)
+        self._tokens += isinstance(message, Token)
         if isinstance(message, Finished):
             message = self._meter.request_finished(client, message)
         elif isinstance(message, Refused):

@@ -37,6 +37,7 @@ OF_A_FORM = {
     "stop_tokens",
     "shown_tokens",
 }  # each way writes these in its own form
+ON_THE_WIRE_ALONE = {"draft"}  # for measurements; a run turns drafts off by --without
 IN_HTTP = {"ignore_end": "ignore_eos"}
 PAGE = Path(requests.__file__).parents[1] / "page" / "index.html"
 LIMITS = Limits(
@@ -95,7 +96,7 @@ def refused(option: Option) -> list[float]:
 def test_every_field_of_generate_is_an_option_or_has_a_form_of_its_own() -> None:
     """A new option that is not marked would be on the wire alone."""
     names = {field.name for field in dataclasses.fields(Generate)}
-    assert names == {option.name for option in SAMPLING_OPTIONS} | OF_EVERY_WAY | OF_A_FORM
+    assert names == {option.name for option in SAMPLING_OPTIONS} | OF_EVERY_WAY | OF_A_FORM | ON_THE_WIRE_ALONE
 
 
 @pytest.mark.parametrize("option", NUMBERS, ids=lambda option: option.name)

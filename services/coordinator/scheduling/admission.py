@@ -31,6 +31,7 @@ class Limits:
     offloaded_blocks: tuple[int, ...] = ()  # of a layer, by number of sequences: see `held_blocks` of `Compute`
     offloaded_matrices: tuple[str, ...] = ()
     state_slots: int = 0
+    draft_tokens: int = 0
 
     @classmethod
     def of(cls, job: Job) -> Limits:
@@ -42,6 +43,7 @@ class Limits:
             prefill_chunk_tokens=compute.prefill_chunk_tokens,
             logit_rows=compute.logit_rows,
             state_slots=compute.state_slots,
+            draft_tokens=compute.draft_tokens,
             vocabulary=manifest.model.vocabulary,
             end_tokens=frozenset(manifest.end_tokens),
             plan_id=job.plan.id,

@@ -11,6 +11,7 @@ from neuronpipe.protocol.messages.client import Accepted, Finished, RefusalCode,
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score, Tokenize
 from neuronpipe.protocol.messages.worker import Prefill
 from neuronpipe.services.coordinator.scheduling.admission import Admission, Limits
+from neuronpipe.services.coordinator.scheduling.drafts import Drafter
 from neuronpipe.services.coordinator.scheduling.events import RequestReceived, Tell
 from neuronpipe.services.coordinator.scheduling.prefix_reuse import (
     FreeSlots,
@@ -267,7 +268,12 @@ class Requests:
             stream=TextStream(self._tokenizer, queued.tokens, ask.stop, self._marks(ask)),
             prompt_tokens=prompt_tokens,
             max_total_tokens=min(room_tokens, prompt_tokens + ask.max_tokens),
+            drafter=Drafter(queued.tokens) if self._drafts(queued, ask) else None,
         )
+
+    def _drafts(self, queued: Queued, ask: Generate) -> bool:
+        """Return True if tokens may be drafted for a request. A grammar decides on a token after the one before it."""
+        return ask.draft and bool(self._limits.draft_tokens) and queued.answer is None
 
     def _marks(self, ask: Generate) -> dict[int, str]:
         return self._constraints.marks(ask) if ask.calls is not None or ask.shown_tokens else {}
@@ -326,7 +332,7 @@ class Requests:
         """Record in the quarantine's ledger how far each sequence of a step, which is being sent, has come."""
         message = step.action.message
         positions = (message.position,) if isinstance(message, Prefill) else message.positions
-        for sequence, position in zip(step.sequences, positions, strict=True):
+        for sequence, position in zip(step.sequences, positions[: len(step.sequences)], strict=True):
             self._quarantine.computes(sequence.fingerprint, sequence.slot, 1 + position)
 
     # ---- end -------------------------------------------------------------------------------------------------

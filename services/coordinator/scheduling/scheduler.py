@@ -94,6 +94,7 @@ class Scheduler:
         self._leaving: frozenset[ProcessKey] = frozenset()
         self._dismissed: frozenset[ProcessKey] = frozenset()  # drained, and have not ended yet
         self._restore_waits = False  # for memory
+        self._last_decode = (-1, 0.0)  # the last decode step of one sequence: its number, and the time of its tokens
         self._step: OutstandingStep | None = None
         self.awaited: list[Answer] = []  # grammar answers; the step's logits are not sampled before AnswersKnown
 
@@ -139,8 +140,11 @@ class Scheduler:
             return None
         if self.workers.decoders() != step.action.processes or not self._has_memory(step.action.message, 1):
             return None
+        if len(sequences) == 1 and (step.drafted or self._builder.draft_tokens(sequences[0])):
+            return None  # the next step may have drafted tokens, which depend on this one's token
         rows = self._results.reading_of(step.action.message, step.rows)
         assert isinstance(rows, SampleTokens)
+        self._builder.undrafted_step = self.steps + 1
         positions = tuple(len(sequence.tokens) for sequence in sequences)
         message = step.action.message
         assert isinstance(message, Step)
@@ -169,7 +173,8 @@ class Scheduler:
             case TokensSampled():
                 step = self._end_step(now)
                 step.account(event.cost)
-                outcomes = self._results.sampled(step.rows.values(), event, now)
+                self._note_time(step, now)
+                outcomes = self._results.sampled(step.rows.values(), event, now, step.accept)
                 ended = [
                     (sequence, sequence.last_message)
                     for sequence in step.sequences
@@ -246,7 +251,7 @@ class Scheduler:
         if step is None or not step.is_unread:
             return []
         step.read()
-        return [self._results.reading_of(step.action.message, step.rows, ratings)]
+        return [self._results.reading_of(step.action.message, step.rows, ratings, step.drafted)]
 
     def _step_failed(self, event: StepFailed, now: float) -> list[Action]:
         step = self._step
@@ -265,6 +270,15 @@ class Scheduler:
         assert step is not None
         self.throttle.step_ends(now)
         return step
+
+    def _note_time(self, step: OutstandingStep, now: float) -> None:
+        """Measure a decode step of one sequence, if its previous step was the last one."""
+        message, tokens = step.action.message, len(step.action.message.tokens)
+        if isinstance(message, Step) and len(step.sequences) == 1 and not self.throttle.share(now):
+            number, at = self._last_decode
+            if number == message.step - 1 and message.epoch == self.epoch:
+                self._builder.step_times.measured(tokens, 1000 * (now - at))
+            self._last_decode = message.step, now
 
     # ---- the next step ---------------------------------------------------------------------------------------
     def _proceed(self, now: float) -> list[Action]:

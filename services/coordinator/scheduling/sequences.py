@@ -13,6 +13,7 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Finished, FinishReason, RefusalCode, Refused, ScoreFinished
 from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Generate, Score
 from neuronpipe.services.coordinator.scheduling.admission import Limits
+from neuronpipe.services.coordinator.scheduling.drafts import Drafter
 from neuronpipe.services.coordinator.scheduling.events import Logprobs
 from neuronpipe.services.coordinator.scheduling.prefix_reuse import Provenance, SlotContent
 from neuronpipe.services.coordinator.scheduling.recurrent_states import NO_STATE
@@ -120,6 +121,9 @@ class Generation(Sequence):
     prompt_tokens: int
     max_total_tokens: int  # prompt included: what the context and the request allow
     cached_tokens: int = 0  # of the prompt, reused from other sequences or restored from the prompt cache
+    drafter: Drafter | None = None  # None: no tokens are drafted for it
+    drafted_tokens: int = 0  # that were computed
+    accepted_tokens: int = 0  # drafted ones that are part of the completion
     may_restore: bool = True  # the prompt cache was not asked for this prompt yet
     token_times: list[float] = dataclasses.field(default_factory=list)
     prefill_cost: Cost = dataclasses.field(default_factory=dict)  # of the steps it took part in
@@ -199,6 +203,8 @@ class Generation(Sequence):
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             stop=self.stream.matched_stop,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             ttft_ms=round(1000 * (times[0] - self.arrived_at), 3) if times else 0.0,
             tokens_per_s=round((len(times) - 1) / span_s, 2) if span_s > 0 else 0.0,
             tbt_ms=gap_quantiles_ms(times),

@@ -7,7 +7,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Set
 
 from neuronpipe.protocol.codec import Message
-from neuronpipe.protocol.messages.client import FinishReason, Likely, Rated, RefusalCode, Scored, Token
+from neuronpipe.protocol.messages.client import (
+    Finished,
+    FinishReason,
+    Likely,
+    Rated,
+    RefusalCode,
+    Refused,
+    Scored,
+    Token,
+)
 from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import MAX_BIAS
 from neuronpipe.protocol.messages.worker import Prefill, Step
@@ -45,11 +54,16 @@ class Results:
         self._tokenizer = tokenizer
 
     def reading_of(
-        self, message: Step | Prefill, rows: Mapping[int, Sequence], ratings: tuple[Rating, ...] = ()
+        self,
+        message: Step | Prefill,
+        rows: Mapping[int, Sequence],
+        ratings: tuple[Rating, ...] = (),
+        drafted: tuple[int, ...] = (),
     ) -> SampleTokens | ScoreTokens:
         """Return what to read from the logits of a finished step, whose sequences have advanced.
 
         rows: sequence of each row of logits
+        drafted: the drafted tokens; row n is sampled as if the first n of them were accepted
         ratings: the prefill worker's ratings, if it has rated the targets
         """
         first = rows.get(0)
@@ -61,14 +75,33 @@ class Results:
         if isinstance(message, Prefill) and message.logits == "none":
             return SampleTokens(())
         generations = [(row, sequence) for row, sequence in rows.items() if isinstance(sequence, Generation)]
-        return SampleTokens(tuple(sample_row(row, sequence, self._limits.end_tokens) for row, sequence in generations))
+        end_tokens = self._limits.end_tokens
+        return SampleTokens(
+            tuple(sample_row(row, sequence, end_tokens, drafted[:row]) for row, sequence in generations)
+        )
 
-    def sampled(self, sequences: Iterable[Sequence], event: TokensSampled, now: float) -> list[Outcome]:
-        """Process the sampled token of each sequence; return the messages. There are no tokens after a chunk that is
-        not the last of its prompt."""
+    def sampled(
+        self,
+        sequences: Iterable[Sequence],
+        event: TokensSampled,
+        now: float,
+        counts: Callable[[int], bool] = lambda row: True,
+    ) -> list[Outcome]:
+        """Process the sampled token of each row; return the messages. There are no tokens after a chunk that is not the
+        last of its prompt.
+
+        sequences: the sequence of each row
+        counts: returns True if the token of a row is the next one of its sequence, once those of rows before it were
+            processed
+        """
         outcomes: list[Outcome] = []
         for number, (sequence, token) in enumerate(zip(sequences, event.tokens, strict=False)):
             assert isinstance(sequence, Generation)
+            has_ended = (
+                bool(outcomes) and outcomes[-1][0] is sequence and isinstance(outcomes[-1][1], Finished | Refused)
+            )
+            if has_ended or not counts(number):
+                break
             sampled = Sampled(token, now, event.logprobs.get(number))
             try:
                 if is_followed(sequence, token, self._limits.end_tokens):
@@ -152,6 +185,8 @@ class Results:
         """Add a token to a sequence; return its message, and the reason if the sequence ends with it."""
         sequence.token_times.append(now)
         sequence.tokens.append(token)
+        if sequence.drafter is not None:
+            sequence.drafter.append(token)
         ended = token in self._limits.end_tokens or token in sequence.ask.stop_tokens
         visible_text = "" if ended else sequence.stream.push(token)
         reason: FinishReason | None = "end" if ended else _reason_to_end(sequence, complete)
@@ -177,12 +212,13 @@ def _reason_to_end(sequence: Generation, complete: bool) -> FinishReason | None:
 
 
 # ---- one token -----------------------------------------------------------------------------------------------
-def sample_row(row: int, sequence: Generation, end_tokens: Set[int]) -> SampleRow:
-    """Return how to sample the next token of a sequence from this row; the result is the same until the token is
-    known."""
-    ask, sample = sequence.ask, SampleRow(row, sequence.ask, len(sequence.tokens))
+def sample_row(row: int, sequence: Generation, end_tokens: Set[int], drafted: tuple[int, ...] = ()) -> SampleRow:
+    """Return how to sample the token after a sequence's tokens and these drafted ones from this row; the result is the
+    same until the token is known."""
+    ask, sample = sequence.ask, SampleRow(row, sequence.ask, len(sequence.tokens) + len(drafted))
     if sequence.is_read:
-        sample = dataclasses.replace(sample, text=tuple(sequence.tokens), prompt_tokens=sequence.prompt_tokens)
+        text = (*sequence.tokens, *drafted)
+        sample = dataclasses.replace(sample, text=text, prompt_tokens=sequence.prompt_tokens)
     if ask.logit_bias or ask.ignore_end:
         biases = {entry.token: entry.bias if entry.bias > -MAX_BIAS else -math.inf for entry in ask.logit_bias}
         if ask.ignore_end:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from neuronpipe.plans.plan.document import ACCELERATOR
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.scheduling.admission import Limits
+from neuronpipe.services.coordinator.scheduling.drafts import StepTimes
 from neuronpipe.services.coordinator.scheduling.events import ProcessKey, SendStep, StepFailed, StepLeft
 from neuronpipe.services.coordinator.scheduling.prefix_reuse import Match
 from neuronpipe.services.coordinator.scheduling.processes import PREFILL, Participants, Workers
@@ -27,17 +28,26 @@ class OutstandingStep:
     often it is sent.
 
     sequences: its sequences in the order of the logit rows; empty if all were refused
+    drafted: the drafted tokens of its only sequence, which follow the newest one
     rows: the sequence of each row of logits that is read
     numerics: numerics of its participants
     death_weight: evidence that the step ends processes; it is dropped when the weight reaches CERTAIN
     """
 
-    def __init__(self, action: SendStep, sequences: list[Sequence], numerics: str, states: States) -> None:
+    def __init__(
+        self,
+        action: SendStep,
+        sequences: list[Sequence],
+        numerics: str,
+        states: States,
+        drafted: tuple[int, ...] = (),
+    ) -> None:
         self.action = action
         self._states = states
         self.numerics = numerics
         self.sequences = sequences
-        self.rows = dict(enumerate(sequences))
+        self.drafted = drafted
+        self.rows = dict(enumerate(sequences * (1 + len(drafted))))
         self._done = False  # every participant was done before the epoch changed
         self._read = False
         self._void = False
@@ -71,7 +81,8 @@ class OutstandingStep:
         message = dataclasses.replace(self.action.message, epoch=epoch)
         if isinstance(message, Step):
             message = dataclasses.replace(message, **builder.shares(participants, sequences=len(message.tokens)))
-        repeated = OutstandingStep(SendStep(participants, message), self.sequences, self.numerics, self._states)
+        action = SendStep(participants, message)
+        repeated = OutstandingStep(action, self.sequences, self.numerics, self._states, self.drafted)
         repeated.death_weight = self.death_weight
         return repeated
 
@@ -123,6 +134,9 @@ class OutstandingStep:
             for count, slot in zip(message.snapshot_tokens, message.snapshot_slots, strict=True):
                 self._states.written(slot, tokens[: message.position + count], self.numerics)
             return
+        if self.drafted:
+            self._read_drafted(message)
+            return
         for row, (sequence, position) in enumerate(zip(self.sequences, message.positions, strict=True)):
             if isinstance(sequence, Generation) and sequence.sampled is not None:
                 sequence.missed_step = True
@@ -131,6 +145,28 @@ class OutstandingStep:
             sequence.advance(position, 1, self.numerics, message.states_to[row] if message.states_to else NO_STATE)
             if sequence.last_message is not None:
                 del self.rows[row]
+
+    def _read_drafted(self, message: Step) -> None:
+        """Advance the sequence by its newest token; `accept` advances it by drafted ones."""
+        (sequence,) = self.sequences
+        assert isinstance(sequence, Generation)
+        sequence.advance(message.positions[0], 1, self.numerics)
+        sequence.drafted_tokens += len(self.drafted)
+        if sequence.last_message is not None:
+            self.rows = {}
+
+    def accept(self, row: int) -> bool:
+        """Return True if the token of this row counts: it follows the newest token, or drafted ones that are those of
+        its sequence by now, which advances."""
+        if not row or not self.drafted:
+            return True
+        (sequence,) = self.sequences
+        assert isinstance(sequence, Generation)
+        if sequence.tokens[-1] != self.drafted[row - 1] or len(sequence.tokens) != sequence.computed_tokens + 1:
+            return False
+        sequence.advance(sequence.computed_tokens, 1, self.numerics)
+        sequence.accepted_tokens += 1
+        return True
 
     def account(self, measured: Cost) -> None:
         """Add the cost of the step to that of every generated sequence in it.
@@ -151,7 +187,9 @@ class StepBuilder:
     prefix_source: returns the KV slot from which the next chunk of a prompt may copy keys and values of the given
     numerics; None: nothing can be copied
     states: the slots of recurrent states
+    step_times: measured times of decode steps for one sequence
     steps: number of steps so far
+    undrafted_step: the number of a step that has no drafted tokens, since it may be on its way; 0: none
     """
 
     def __init__(
@@ -166,7 +204,8 @@ class StepBuilder:
         self._prefix_source, self._states = prefix_source, states
         self._prefill_turn = True
         self._score_turn = False
-        self.steps = 0
+        self.step_times = StepTimes()
+        self.steps = self.undrafted_step = 0
 
     def next_step(
         self, sequences: list[Sequence], epoch: int, saved_states: tuple[int, ...] | list[int] = ()
@@ -278,17 +317,38 @@ class StepBuilder:
 
     def _decode(self, batch: list[Sequence], epoch: int, participants: Participants) -> OutstandingStep:
         self.steps += 1
+        drafted, first = self._drafted(batch), batch[0]
         message = Step(
             step=self.steps,
             epoch=epoch,
-            **self.shares(participants, sequences=len(batch)),
-            sequences=tuple(sequence.slot for sequence in batch),
-            positions=tuple(sequence.computed_tokens for sequence in batch),
-            tokens=tuple(sequence.next_token for sequence in batch),
+            **self.shares(participants, sequences=len(batch) + len(drafted)),
+            sequences=(*(sequence.slot for sequence in batch), *[first.slot] * len(drafted)),
+            positions=(
+                *(sequence.computed_tokens for sequence in batch),
+                *range(first.computed_tokens + 1, first.computed_tokens + 1 + len(drafted)),
+            ),
+            tokens=(*(sequence.next_token for sequence in batch), *drafted),
             **self.states([(sequence.slot, sequence.state) for sequence in batch]),
         )
         numerics = self._workers.numerics_of(participants)
-        return OutstandingStep(SendStep(participants, message), batch, numerics, self._states)
+        return OutstandingStep(SendStep(participants, message), batch, numerics, self._states, drafted)
+
+    def _drafted(self, batch: list[Sequence]) -> tuple[int, ...]:
+        """Return the drafted tokens of the next decode step."""
+        (sequence, *others) = batch
+        if others or not isinstance(sequence, Generation) or sequence.drafter is None or sequence.isolated:
+            return ()
+        if self.steps == self.undrafted_step:
+            return ()
+        return sequence.drafter.draft(self.draft_tokens(sequence))
+
+    def draft_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens to draft for the next step of a sequence that is alone; 0 if drafts do not pay."""
+        if not isinstance(sequence, Generation) or sequence.drafter is None:
+            return 0
+        room_tokens = sequence.max_total_tokens - len(sequence.tokens) - 1
+        max_tokens = min(self._limits.draft_tokens, room_tokens)
+        return self.step_times.best_draft_tokens(sequence.drafter.acceptance, max_tokens)
 
     def states(self, sequences: list[tuple[int, int]]) -> dict[str, Any]:
         """Return `states_from` and `states_to` of a decode step. sequences: (KV slot, state slot) of each"""

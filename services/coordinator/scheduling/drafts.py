@@ -1,0 +1,94 @@
+"""Drafted tokens: what a text probably continues with, and how many drafted tokens a step should compute.
+
+Answers often repeat a passage of their text: code is written again with small changes, a question is quoted. A draft is
+what followed the last NGRAM_TOKENS tokens where they occurred before. A decode step computes the newest token and the
+draft at once. A drafted token counts if it is the token that was sampled before it, so the text is the same as without
+drafts. A step of several tokens takes longer, and drafts pay only in some texts and runs: `StepTimes` measures.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+NGRAM_TOKENS = 3
+LOOKUP_TOKENS = 1 << 14
+"""How far back a draft is searched, which bounds the time of a search to a tenth of a millisecond."""
+ACCEPTANCE_RATE, TIME_RATE = 0.2, 0.2
+"""The weights of the newest value in averages."""
+ASSUMED_MS_SHARE = 0.25
+"""What each further token is assumed to add to a step's time before it is measured."""
+MIN_GAIN = 1.05
+"""Drafts must promise this many times the speed of single tokens."""
+RETRY_STEPS = 512
+"""After so many steps of single tokens, slow steps of several tokens are tried again."""
+_TOKEN_BYTES = 4
+
+
+class Drafter:
+    """The drafts of one text.
+
+    acceptance: how often the next token was the one that the text's earlier occurrence suggests, 0 to 1, averaged over
+    the last few tokens
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._text = bytearray(array("i", tokens).tobytes())
+        self._match = -1  # the byte after the earlier occurrence of the newest tokens; -1: there is none
+        self.acceptance = 0.0
+
+    def append(self, token: int) -> None:
+        """Add a token to the text, and note whether a draft would have had it."""
+        is_foreseen = self.draft(1) == (token,)
+        self.acceptance += ACCEPTANCE_RATE * (is_foreseen - self.acceptance)
+        self._text += array("i", [token]).tobytes()
+        self._match = self._match + _TOKEN_BYTES if is_foreseen else self._search()
+
+    def draft(self, max_tokens: int) -> tuple[int, ...]:
+        """Return up to this many tokens that probably come next; none if the newest tokens are new to the text."""
+        if self._match < 0:
+            return ()
+        return tuple(array("i", bytes(self._text[self._match : self._match + _TOKEN_BYTES * max_tokens])))
+
+    def _search(self) -> int:
+        ngram_bytes = NGRAM_TOKENS * _TOKEN_BYTES
+        if len(self._text) <= ngram_bytes:
+            return -1
+        newest = self._text[-ngram_bytes:]
+        first, end = max(0, len(self._text) - LOOKUP_TOKENS * _TOKEN_BYTES), len(self._text) - 1
+        while (at := self._text.rfind(newest, first, end)) >= 0:
+            if at % _TOKEN_BYTES == 0:
+                return at + ngram_bytes
+            end = at + ngram_bytes - 1  # it began inside a token
+        return -1
+
+
+class StepTimes:
+    """Measured times of a run's decode steps for one sequence, by number of tokens."""
+
+    def __init__(self) -> None:
+        self._ms: dict[int, float] = {}
+        self._singles = 0  # steps of one token since times were last forgotten
+
+    def measured(self, tokens: int, ms: float) -> None:
+        """Note a step's time, in milliseconds, from the previous step's tokens to its own."""
+        old_ms = self._ms.get(tokens, ms)
+        self._ms[tokens] = old_ms + TIME_RATE * (min(ms, 2 * old_ms) - old_ms)  # a single delay counts little
+        self._singles += tokens == 1
+        if self._singles == RETRY_STEPS:
+            self._singles, self._ms = 0, {1: self._ms[1]}
+
+    def best_draft_tokens(self, acceptance: float, max_tokens: int) -> int:
+        """Return the number of drafted tokens with which a step yields most tokens per second; 0: drafts do not pay.
+
+        acceptance: the probability that a drafted token is accepted after those before it
+        """
+        if (single_ms := self._ms.get(1)) is None or single_ms <= 0:
+            return 0
+        best, best_tokens_per_ms, expected_tokens = 0, MIN_GAIN / single_ms, 1.0
+        for drafted in range(1, max_tokens + 1):
+            expected_tokens += acceptance**drafted
+            ms = self._ms.get(1 + drafted, single_ms * (1 + ASSUMED_MS_SHARE * drafted))
+            if expected_tokens / ms > best_tokens_per_ms:
+                best, best_tokens_per_ms = drafted, expected_tokens / ms
+        return best
