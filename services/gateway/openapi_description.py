@@ -32,13 +32,20 @@ ERROR = {
 }
 USAGE = {
     "type": "object",
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
+    "required": [
+        "prompt_tokens",
+        "completion_tokens",
+        "total_tokens",
+        "prompt_tokens_details",
+        "completion_tokens_details",
+    ],
     "properties": {
         "prompt_tokens_details": {
             "type": "object",
             "required": ["cached_tokens"],
             "properties": {"cached_tokens": {"type": "integer"}},
-        }
+        },
+        "completion_tokens_details": {"type": "object", "additionalProperties": {"type": "integer"}},
     },
     "additionalProperties": {"type": "integer"},
 }

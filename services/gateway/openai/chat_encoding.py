@@ -104,7 +104,8 @@ class ChatEncoder(ResponseEncoder):
         """Return token counts with the number of reasoning tokens, if the model has any."""
         if self._answer.thinking is None:
             return total
-        return total | {"completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens}}
+        details = total["completion_tokens_details"] | {"reasoning_tokens": self._reasoning_tokens}
+        return total | {"completion_tokens_details": details}
 
     def _content(self, finished: Finished) -> dict[str, Any]:
         answer = parse_answer(finished.text, self._answer)

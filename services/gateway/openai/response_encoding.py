@@ -33,11 +33,17 @@ def usage(finished: Sequence[Finished], sequences_per_prompt: int) -> dict[str, 
     first_of_prompts = finished[::sequences_per_prompt]
     prompt_tokens = sum(sequence.prompt_tokens for sequence in first_of_prompts)
     completion_tokens = sum(sequence.tokens for sequence in finished)
+    accepted_tokens = sum(sequence.accepted_tokens for sequence in finished)
+    drafted_tokens = sum(sequence.drafted_tokens for sequence in finished)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(sequence.cached_tokens for sequence in first_of_prompts)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted_tokens,
+            "rejected_prediction_tokens": drafted_tokens - accepted_tokens,
+        },
     }
 
 
