@@ -151,6 +151,8 @@ class _Check:
         self._within("compute.draft_tokens", compute.draft_tokens, 0, MAX_DRAFT_TOKENS)
         if compute.draft_tokens and self._manifest.model.is_recurrent:
             self._fail("compute.draft_tokens", "must be 0: recurrent states cannot go back behind refused drafts")
+        if compute.draft_tokens and compute.held_blocks:
+            self._fail("compute.draft_tokens", "must be 0: an accelerator computes a token of each sequence")
 
     def _flash(self) -> None:
         flash = self._plan.flash

@@ -95,6 +95,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("memory.prefill_stage_bytes", 0, "memory.prefill_stage_bytes"),
     ("memory.staging_bytes", 0, "memory.staging_bytes"),
     ("compute.logit_rows", 0, "compute.logit_rows"),
+    ("compute.draft_tokens", -1, "compute.draft_tokens"),
+    ("compute.draft_tokens", 4, "compute.draft_tokens"),
     ("compute.decode_window_blocks", 0, "compute.decode_window_blocks"),
     ("compute.prefill_window_blocks", 1 << 20, "compute.prefill_window_blocks"),
     ("compute.spin_us", -1, "compute.spin_us"),
