@@ -44,6 +44,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "simulate": "simulate the speed of a model on another device",
         "perplexity": "measure how well a package predicts a text",
         "bench": "measure the speed of a package, and where its time goes",
+        "report": "measure a package briefly, and write a report to share",
         "trace": "record the steps of a live run, for Perfetto or as a picture",
         "conformance": "test an implementation of a role, also with faulty peers",
         "doctor": "check this machine, and give advice",

@@ -18,6 +18,7 @@ COMPARED = ("test", "mode", "workload", "batch")
 DEFAULTS = {"batch": 1}
 """Values for rows that were saved before the field existed."""
 
+PLANNED_HEADS = ("compared with the plan", "test", "measured", "planned", "error")
 MAX_PERCENT_ERROR = 10.0  # larger errors are shown as factors
 
 
@@ -55,6 +56,11 @@ def _head(row: Row) -> str:
 
 
 def planned_table(rows: Sequence[Row]) -> str:
+    return table(PLANNED_HEADS, planned_lines(rows))
+
+
+def planned_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return a line for each planned figure of each test, with the columns of PLANNED_HEADS."""
     lines = []
     for row in rows:
         for name, (label, show) in _PLANNED.items():
@@ -64,7 +70,7 @@ def planned_table(rows: Sequence[Row]) -> str:
                 value = row[name]
                 measured = "-" if value is None else show(value)
                 lines.append((label, row["test"], measured, show(row["planned"][name]), show_error(row["error"][name])))
-    return table(("compared with the plan", "test", "measured", "planned", "error"), lines)
+    return lines
 
 
 def show_error(error: float | None) -> str:

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from neuronpipe.launch.arguments import plan_arguments as planning
-from neuronpipe.launch.bench.cases import Case, Prompts, default_cases, parse_cases
-from neuronpipe.launch.bench.measure import Bench, wait_until_warm
+from neuronpipe.launch.bench.cases import Case, default_cases, parse_cases
+from neuronpipe.launch.bench.live import live_bench
+from neuronpipe.launch.bench.measure import wait_until_warm
 from neuronpipe.launch.bench.planned import beaten
 from neuronpipe.launch.bench.report import compare, read_rows, render
 from neuronpipe.launch.client import Client
@@ -18,11 +19,9 @@ from neuronpipe.launch.planning.implementations import add_use_argument, checked
 from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.package_argument import add_package_argument
 from neuronpipe.launch.planning.plan import package_and_plan
-from neuronpipe.launch.progress import Progress
-from neuronpipe.launch.supervisor.start import LiveRun, started_run
+from neuronpipe.launch.supervisor.start import LiveRun
 from neuronpipe.plans.measure.probe import probe, remeasure_memory
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.links import CONTROL
 
 MAX_REPETITIONS = 1000
 MAX_BATCH = 64  # the largest number of sequences of a plan
@@ -93,33 +92,27 @@ def main(arguments: argparse.Namespace) -> int:
         from neuronpipe.launch.bench.versus import render as render_versus
 
         sides = contenders(checked_uses(arguments.use, plan), checked_uses(arguments.versus, plan))
-    longest_tokens = max(case.prompt_tokens + case.decode_tokens for case in cases)
-    prompts = Prompts(package, arguments.workload, arguments.batch * (1 + arguments.repetitions) * longest_tokens)
     device = probe(package.path)
-    rows = []
-    with (
-        started_run(package, plan, None, stays=False, uses=uses) as live,
-        Client(live.directory.endpoint(CONTROL), live.failed) as client,
-        Progress("measuring", "requests", plain=arguments.json) as progress,
-    ):
-        requests = len(cases) * (1 + arguments.repetitions) * (1 if sides is None else 2)
-        finished_requests = 0
-        progress(finished_requests, requests)
-        wait_until_warm(client)
-        bench = Bench(package, plan, device, prompts, client, arguments.batch)
-
-        def step() -> None:
-            nonlocal finished_requests
-            finished_requests += 1
-            progress(finished_requests, requests)
-
+    with live_bench(
+        package,
+        plan,
+        device,
+        cases,
+        arguments.repetitions,
+        plain=arguments.json,
+        preset=arguments.workload,
+        batch=arguments.batch,
+        sides=1 if sides is None else 2,
+        uses=uses,
+    ) as run:
         if sides is None:
-            rows = [bench.measure(case, arguments.repetitions, step) for case in cases]
+            rows = [run.bench.measure(case, arguments.repetitions, run.step) for case in cases]
         else:
-            versus = Versus(bench, live.directory, sides, lambda: wait_until_warm(client))
-            rows = [row for case in cases for row in versus.measure(case, arguments.repetitions, step)]
+            versus = Versus(run.bench, run.live.directory, sides, lambda: wait_until_warm(run.client))
+            rows = [row for case in cases for row in versus.measure(case, arguments.repetitions, run.step)]
         if arguments.picture:
-            _draw(live, client, arguments.picture, f"{rows[0]['model']}, {cases[-1].name}, {plan.compute.mode} mode")
+            title = f"{rows[0]['model']}, {cases[-1].name}, {plan.compute.mode} mode"
+            _draw(run.live, run.client, arguments.picture, title)
     if sides is None and (why := beaten(rows)) is not None:  # not before: the run would disturb this measurement
         remeasure_memory(package.path, why, lambda line: print(f"neuronpipe: {line}", file=sys.stderr))
     if arguments.json:
