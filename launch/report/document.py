@@ -191,7 +191,9 @@ def parse_report(data: bytes, where: str) -> Report:
     """Return the report in the content of a file. Raises UserError that begins with `where` and names the field."""
     values = json_object(data, where)
     if (form := values.get("form")) != FORM:
-        raise UserError(f"{where}: field 'form': expected {FORM}; write it with `neuronpipe report --json`, not {form!r:.20}")
+        raise UserError(
+            f"{where}: field 'form': expected {FORM}; write it with `neuronpipe report --json`, not {form!r:.20}"
+        )
     return from_json(Report, values, where)
 
 

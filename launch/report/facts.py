@@ -159,9 +159,7 @@ def _checked_out_commit(checkout: Path) -> str:
     command = ["git", "--git-dir", str(checkout / ".git"), "--work-tree", str(checkout)]
     command += ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(
-            command, cwd=checkout, capture_output=True, text=True, check=False, timeout=GIT_TIMEOUT_S
-        )
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False, timeout=GIT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):  # there is no git, or the disk is slow
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

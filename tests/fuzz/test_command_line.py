@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from neuronpipe.launch import client, perplexity, progress
 from neuronpipe.launch.arguments.verbs import VERBS, verb_module
+from neuronpipe.launch.bench import live
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.supervisor import start
-from neuronpipe.launch.verbs.measurements import bench, conformance, doctor
+from neuronpipe.launch.verbs.measurements import conformance, doctor
 from neuronpipe.launch.verbs.packages import convert
 from neuronpipe.launch.verbs.runs import ask, chat, run, serve, throttle, up
 from neuronpipe.plans.device.thermal import ThermalState
@@ -80,7 +81,7 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
         patch.setattr(run_directory, "_bound_places", set)  # where other runs of this user are
-        for module in (start, run, chat, up, serve, bench, perplexity):
+        for module in (start, run, chat, up, serve, live, perplexity):
             patch.setattr(module, "started_run", begun)
         for verb in (ask, throttle, client):
             patch.setattr(verb, "attach", nowhere)

@@ -14,6 +14,7 @@ GENERATED = (
     "launch/guide/api.md",
     "plans/package/MODEL.md",
     "tests/bench/results/README.md",
+    "tests/bench/results/community/README.md",
     "tests/bench/results/simulated-paper.md",
 )
 GENERATED_PART = re.compile(r"<!-- generated: \w+ -->.*?<!-- end -->", re.DOTALL)  # of protocol/SPEC.md

@@ -33,12 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     planning.add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report to a file (default: stdout)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the report to a file (default: stdout)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     if len(arguments.name) > MAX_NAME_CHARACTERS or not arguments.name.isprintable():
         raise UserError(f"--name: at most {MAX_NAME_CHARACTERS} printable characters")
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise UserError(f"--output {arguments.output}: there is no folder {arguments.output.parent}; make it first")
     package, plan = package_and_plan(arguments.package, planning.plan_options(arguments), plain=arguments.json)
     device, cases = probe(package.path), default_cases(plan.compute.context_tokens)
     with live_bench(package, plan, device, cases, REPETITIONS, plain=arguments.json) as run:
