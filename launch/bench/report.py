@@ -61,7 +61,7 @@ def planned_table(rows: Sequence[Row]) -> str:
 
 def planned_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return a line for each planned figure of each test, with the columns of PLANNED_HEADS."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for row in rows:
         for name, (label, show) in _PLANNED.items():
             if name == "prefill_tokens_per_s" and row["prefill_tokens_per_s"] == row["tokens_per_s"]:
