@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from neuronpipe.launch.bench.planned import errors
 from neuronpipe.plans.plan.document import Mode
@@ -18,7 +18,7 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.marks import Range
 from neuronpipe.protocol.schema import FieldError, from_json, json_object
 
-FORM = 1
+FORM: Final = 1
 """The version of the document. It grows if a field changes its meaning or goes; a new field has a default."""
 
 MAX_REPORT_BYTES = 64 << 10

@@ -114,7 +114,7 @@ def reported_device(
 
 def kernel_number(release: str) -> str:
     """Return the number at the beginning of a kernel's release. Who builds a kernel chooses the rest, often a name."""
-    number = re.match(r"\d{1,5}(?:\.\d{1,5}){0,3}", release)
+    number = re.match(r"\d{1,5}(?:\.\d{1,5}){0,2}", release)
     return number[0] if number else ""
 
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,24 @@ def test_the_disks_speed_comes_with_who_measured_it_and_when() -> None:
 
 @pytest.mark.parametrize(
     ("release", "number"),
-    [("6.1.0-13-amd64", "6.1.0"), ("5.10.149-android13-4-g05231a35ff43", "5.10.149"), ("alice-1.2", ""), ("", "")],
+    [
+        ("6.1.0-13-amd64", "6.1.0"),
+        ("5.15.153.1-microsoft", "5.15.153"),
+        ("5.10.149-android13-4-g05231a35ff43", "5.10.149"),
+        ("alice-1.2", ""),
+        ("", ""),
+    ],
 )
 def test_of_a_kernels_release_only_its_number_is_reported(release: str, number: str) -> None:
     assert kernel_number(release) == number
+
+
+def test_no_field_of_uname_names_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = ("Linux", "zebulon-laptop", "6.1.57-zebulon", "#1 SMP zebulon@zebulon-laptop", "x86_64")
+    monkeypatch.setattr(facts.os, "uname", lambda: os.uname_result(fields))
+    report = planted(release=facts.kernel_release(), model="/home/zebulon/private/bamboo")
+    assert (report.device.kernel, report.model.name) == ("6.1.57", "bamboo")
+    assert "zebulon" not in render(report) + json.dumps(to_json(report))
 
 
 def test_text_of_a_machine_is_no_markup_and_has_a_bounded_length() -> None:
