@@ -249,7 +249,7 @@ def test_a_process_of_another_user_counts_as_alive(monkeypatch: pytest.MonkeyPat
 def test_processes_of_a_run_are_forked_without_numpy() -> None:
     """What their parent has imported counts in each of them: 12 MB of a demo's least limit once."""
     script = (
-        "import sys\nfrom neuronpipe.launch.verbs.measurements import bench\n"
+        "import sys\nfrom neuronpipe.launch.verbs.measurements import bench, report\n"
         "from neuronpipe.launch.verbs.runs import run, up\n"
         "from neuronpipe.launch.supervisor.supervisor import preload\npreload()\nassert 'numpy' not in sys.modules\n"
     )
