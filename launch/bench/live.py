@@ -45,7 +45,7 @@ def live_bench(
     """Start a run of the plan, wait until it is warm, and end it with the context.
 
     plain: show progress as lines
-    preset: as in `Prompts`
+    preset: the one of `Prompts`
     sides: number of implementations that each test measures
     uses: implementations that replace built-in ones
 

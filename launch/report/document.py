@@ -68,12 +68,12 @@ class FlashFigures:
 class ReportedDevice:
     """The machine.
 
-    name: as the user names it, or as Android names the model; may be empty, as may chip and processor
+    name: the name that the user or Android gives it; may be empty, like chip and processor
     cores, allowed_cores: all, and those that the run may use, of which there are big, mid and little ones
     cpu_quota_cores: processor time that the run may use; None: no quota
     memory_available_bytes: before the run
     kernel: the number of the operating system's kernel
-    instruction_set: of the kernels that compute
+    instruction_set: the one of the kernels that compute
     flash: None if it was not measured, because the package is very small
     """
 
@@ -118,7 +118,7 @@ class ReportedPlan:
 class Figures:
     """Figures of a test that a plan has as well, under the names of the rows of `bench`. None: not known.
 
-    first_token_ms: of the first request
+    first_token_ms: the time to the first token of the first request
     miss_rate: share of the needed cluster parts that were not in memory when they were first looked up
     exposed_io_share: share of the time in which workers waited for flash
     """
@@ -138,7 +138,7 @@ class Figures:
 class ReportedTest:
     """One test: medians, the slowest and the fastest repetition, and the times between tokens.
 
-    name: as `bench` names it, e.g. pp512
+    name: the name that `bench` gives it, e.g. pp512
     p50_ms, p90_ms, p99_ms, longest_ms: between tokens; None for a test of a prompt alone
     """
 
@@ -165,7 +165,7 @@ class Report:
     """A report.
 
     date: the day of the measurement, UTC
-    version, commit: of neuronpipe; the commit is empty if it is not known, and ends with -dirty after changes
+    version, commit: those of neuronpipe; the commit is empty if it is not known, and ends with -dirty after changes
     """
 
     form: Literal[1]

@@ -1,4 +1,4 @@
-"""What a report says of this machine, this program and a measurement. Nothing of it identifies a person or a host."""
+"""The facts of a report: this machine, this program, a measurement. None of them identifies a person or a host."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def reported_device(
     state: the cached measurements, after the probe that returned `device`
     name: the user's name for the machine, or an empty string
     release: the kernel's release, as uname names it
-    android: as `android_property`
+    android: reads a property, like `android_property`
     """
     allowed = [core for core in device.cores if core.allowed]
     return ReportedDevice(
