@@ -31,7 +31,7 @@ class StepEvent(Message):
     from the counters of the participants.
 
     step: number of the last step
-    batch: tokens computed: the sequences of decode steps, the tokens of prefill steps
+    batch: tokens computed: of decode steps one for each sequence and the drafted ones, of prefill steps all
     prefill: true if they were prefill steps
     ms: time from sending a step to the last answer
     misses: cluster parts that were not in memory

@@ -316,7 +316,6 @@ class CoordinatorService:
             self._meter.answered(answer.counters)
             self._carry_out(StepLeft(answer.process, answer.step, answer.epoch, True, answer.counters))
         if self._pipeline.take_unexpected():
-            log.error("a step was passed on that was not decided on")
             self._carry_out(self._epoch_event(self._epoch.advance()))
         return bool(answers)
 
@@ -378,9 +377,11 @@ class CoordinatorService:
     def _send_step(self, action: SendStep) -> Event | None:
         began_ns = trace.now()
         self._meter.sending(action.message)
-        if (already_sent := self._pipeline.sent_already(action)) is not None:
+        if (already_sent := self._pipeline.sent_already(action)) is not None or self._pipeline.take_unexpected():
             for role, index in action.processes:
                 self._processes.credits.take(f"{role}-{index}")
+            if already_sent is None:  # the participants leave another step, in a new epoch
+                return self._epoch_event(self._epoch.advance())
             self._meter.sent(already_sent.sampled_ns, len(action.processes), already_sent.passed_ns)
             self._arm()
             return None

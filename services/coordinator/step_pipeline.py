@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from neuronpipe.services.coordinator.scheduling.events import Ahead, ProcessKey,
 from neuronpipe.services.runtime.run_memory import Lanes, RunMemory
 from neuronpipe.services.steps.step_counters import summed_counters
 from neuronpipe.services.steps.step_shares import work_of
+
+log = logging.getLogger(__name__)
 
 
 @frozen(slots=True)
@@ -141,22 +144,24 @@ class StepPipeline:
         lib.np_pipeline_arm(self._native, following)
 
     def sent_already(self, action: SendStep) -> FinishedStep | None:
-        """Return the previous step if the native thread has sent this one already; it is now the outstanding one. Else
-        return None."""
+        """Return the previous step if the native thread has sent this one already; else None. If it has sent one, that
+        is the outstanding step now."""
         done, passed = self.done, self._unprocessed
-        self.done = self._unprocessed = None
+        self.done = None
         if passed is None:
             return None
+        self._outstanding = passed
+        self._owed = {process: process[1] for process in passed.processes}
         if passed != action:
-            self._unprocessed = passed
             return None
-        self._outstanding = action
-        self._owed = {process: process[1] for process in action.processes}
+        self._unprocessed = None
         return done
 
     def take_unexpected(self) -> bool:
         """Return True, once, if the native thread has sent a step that the scheduler did not decide on."""
         is_unexpected, self._unprocessed = self._unprocessed is not None, None
+        if is_unexpected:
+            log.error("a step was sent ahead that was not decided on")
         return is_unexpected
 
     # ---- answers ---------------------------------------------------------------------------------------------

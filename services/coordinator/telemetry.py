@@ -64,7 +64,7 @@ class Meter:
         self._sent_flash = (0, 0)
         self._counters: Cost = {}  # of the participants of the outstanding step
         self._done: tuple[Step | Prefill, int, Cost, Cost] | None = None  # the last step, its start, cost and counters
-        self._sampled = 0
+        self._sent_tokens = 0  # to clients, since the last step was noted
         self._gap_ms = 0.0
         self._sampled_ns = 0  # time at which sampling ended or, if the next step is sent already, at which it was sent
         self._messages = 0
@@ -136,13 +136,13 @@ class Meter:
             )
 
     def sampled(self, began_ns: int, tokens: int, end_ns: int | None = None) -> None:
-        self._sampled = tokens
         self._sampled_ns = self._spans.put(lib.NP_SPAN_SAMPLE, began_ns, value=tokens, step=self._step, end_ns=end_ns)
 
     def message_sent(self, message: Message) -> None:
         self._messages += 1
-        if isinstance(message, Token) and message.index:
-            self._gap_ms = max(self._gap_ms, message.ms)
+        if isinstance(message, Token):
+            self._sent_tokens += 1
+            self._gap_ms = max(self._gap_ms, message.ms if message.index else 0.0)
 
     def messages_sent(self) -> None:
         """Note that all messages that follow from a step have been sent."""
@@ -150,9 +150,9 @@ class Meter:
             step, sent_ns, cost, counters = self._done
             if self._sampled_ns:
                 self._spans.put(lib.NP_SPAN_TELL, self._sampled_ns, value=self._messages, step=step.step)
-            self._events.add(DoneStep(step, sent_ns, cost, counters, self._sampled, self._gap_ms))
+            self._events.add(DoneStep(step, sent_ns, cost, counters, self._sent_tokens, self._gap_ms))
         self._done = None
-        self._sampled_ns = self._messages = self._sampled = 0
+        self._sampled_ns = self._messages = self._sent_tokens = 0
         self._gap_ms = 0.0
 
     @property

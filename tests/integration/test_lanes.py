@@ -30,6 +30,16 @@ class Counting(CoordinatorService):
         super()._take_over(peer, message)
 
 
+class Undecided(CoordinatorService):
+    # Its scheduler drafts tokens after it has let a step be sent that has none.
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        builder = self._scheduler._builder
+        builder.draft_tokens = lambda sequence: 0
+        builder._drafted = lambda batch: batch[0].drafter.draft(3) if batch[0].drafter else ()
+
+
 class ByMessages(DecodeService):
     def compute(self, step):
         return super().compute(step)
@@ -50,7 +60,17 @@ ASKS: dict[str, dict[str, Any]] = {
 def started(shell: Shell, *words: str) -> Any:
     (shell.folder / "counting.py").write_text(COUNTING)
     return shell.up(
-        DEMO, "--workers", "2", "--sequences", "2", "--use", "coordinator=counting:Counting", *words, cwd=shell.folder
+        DEMO,
+        "--workers",
+        "2",
+        "--sequences",
+        "2",
+        "--use",
+        "coordinator=counting:Counting",
+        "--without",
+        "drafts",
+        *words,
+        cwd=shell.folder,
     )
 
 
@@ -104,3 +124,18 @@ def test_a_worker_that_listens_is_drained_and_beats(run: Run, long_shell: Shell)
     assert run.ask(PROMPT, MOST)["token_ids"] == expected
     time.sleep(0.5)
     assert eventually(lambda: {one.state for one in run.status().processes if one.role == "decode"} == {"ready"})
+
+
+def test_a_step_that_was_sent_ahead_and_is_not_decided_on_is_given_up(shell: Shell) -> None:
+    (shell.folder / "counting.py").write_text(COUNTING)
+    words = ("--workers", "2", "--use", "coordinator=counting:Undecided")
+    repeated = 4 * "def area(width, height):\n    return width * height\n\n"
+    with shell.up(DEMO, *words, cwd=shell.folder) as run:
+        single = run.ask(repeated, MOST, draft=False)["token_ids"]
+        log = run.path / "coordinator.0.log"
+
+        def is_given_up() -> bool:
+            assert run.ask(repeated, MOST)["token_ids"] == single
+            return "was not decided on" in log.read_text()
+
+        assert eventually(is_given_up, 20), "no step was sent ahead"
