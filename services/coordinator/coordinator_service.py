@@ -18,7 +18,7 @@ from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages import outcome
 from neuronpipe.protocol.messages.cache import Reserve
-from neuronpipe.protocol.messages.client import Finished, Refused, Token
+from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score, Throttle, Tokenize
@@ -96,7 +96,6 @@ class CoordinatorService:
         self._scheduler.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
         self._texts = self._memory.view("board", "texts")
-        self._tokens = 0
         self._draining = self._ending = False  # the process is to stop; the run ends
         self._wakefulness, self._watched = Wakefulness(), False
         self._wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -210,7 +209,7 @@ class CoordinatorService:
                 self._handle(ThrottleChanged(share, time.monotonic() + for_s))
             case AskStatus():
                 self._wakefulness.used(time.monotonic(), STATUS_LINGER_S)
-                self._send(peer, self._report.status(self._tokens, ending=self._ending))
+                self._send(peer, self._report.status(self._meter.tokens, ending=self._ending))
             case _ if peer in self._processes:
                 self._take_over(peer, message)
             case Hello():
@@ -428,7 +427,6 @@ class CoordinatorService:
     def _tell(self, client: str, message: Message) -> None:
         """Send a message to a client. If the client is gone or does not read, its request is cancelled."""
         self._meter.message_sent(message)
-        self._tokens += isinstance(message, Token)
         if isinstance(message, Finished):
             message = self._meter.request_finished(client, message)
         elif isinstance(message, Refused):

@@ -45,6 +45,7 @@ class Meter:
     """Measurements of steps and requests, from the clock and the board.
 
     neurons: number of neurons of all layers and experts
+    tokens: number of tokens sent to clients so far
     """
 
     def __init__(self, memory: RunMemory, neurons: int, spans: Trace, events: StepEvents, plan: Plan) -> None:
@@ -65,6 +66,7 @@ class Meter:
         self._counters: Cost = {}  # of the participants of the outstanding step
         self._done: tuple[Step | Prefill, int, Cost, Cost] | None = None  # the last step, its start, cost and counters
         self._sent_tokens = 0  # to clients, since the last step was noted
+        self.tokens = 0
         self._gap_ms = 0.0
         self._sampled_ns = 0  # time at which sampling ended or, if the next step is sent already, at which it was sent
         self._messages = 0
@@ -141,6 +143,7 @@ class Meter:
     def message_sent(self, message: Message) -> None:
         self._messages += 1
         if isinstance(message, Token):
+            self.tokens += 1
             self._sent_tokens += 1
             self._gap_ms = max(self._gap_ms, message.ms if message.index else 0.0)
 
