@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from neuronpipe.services.gateway.answers.answer_format import AnswerFormat, parse_answer
 from neuronpipe.services.gateway.answers.call_parser import MAX_VALUE_CHARACTERS
 from neuronpipe.services.gateway.answers.harmony_parser import MAX_HEADER_CHARACTERS
-from neuronpipe.services.gateway.answers.parts import Content, Part, Reasoning
-from neuronpipe.services.gateway.answers.think_parser import MAX_BLANKS
+from neuronpipe.services.gateway.answers.parts import MAX_BLANKS, Content, Part, Reasoning
 from neuronpipe.services.gateway.answers.thinking_format import HARMONY, THINKING_FORMATS, Begin, thinking_format
 from neuronpipe.services.gateway.templates.call_format import DEFAULT
 
@@ -94,6 +96,41 @@ def test_calls_follow_reasoning_and_what_reasoning_says_of_calls_is_no_call(size
     text = f"<think>\nI could say {call}\n</think>\n\nWell.\n{call}"
     reasoning, content, calls, complete = parsed(text, tags(calls=True), size)
     assert (reasoning, content, calls, complete) == (f"I could say {call}", "Well.", [("f", '{"a": 1}')], True)
+
+
+FORMS = [
+    AnswerFormat(thinking=thinking, calls=calls, begins=begins, schemas={"f": SCHEMA})
+    for thinking in (None, *THINKING_FORMATS)
+    for calls in ((None, HARMONY.calls) if thinking is HARMONY else (None, DEFAULT, found(LINES)))
+    for begins in (("start", "reasoning", "answer", "content") if thinking is not None else ("start",))
+]
+WORDS = ["x", "f", '"', "{", "}", "<", "\n", " " * 70, "assistant", "final", "analysis", "to=functions.f"]
+
+
+@given(st.data())
+def test_pieces_have_the_parts_of_the_whole(data: st.DataObject) -> None:
+    form = data.draw(st.sampled_from(FORMS))
+    marks = () if form.thinking is None else (form.thinking.open, form.thinking.close, *form.thinking.tokens)
+    if form.calls is not None:
+        call = form.calls.before, form.calls.between, form.calls.next, form.calls.after
+        parameter = form.calls.parameter_before, form.calls.parameter_between, form.calls.parameter_after
+        marks += (*call, *parameter, form.calls.written([("f", "")]))
+    text = "".join(data.draw(st.lists(st.sampled_from([*WORDS, *filter(None, marks)]), max_size=14)))
+    assert parsed(text, form, data.draw(st.sampled_from(SIZES))) == parsed(text, form)
+
+
+def test_an_answer_that_is_full_of_tags_is_parsed_in_linear_time() -> None:
+    began_s = time.process_time()
+    assert (
+        parse_answer("x<|constrain|>" * 20_000, AnswerFormat(thinking=HARMONY, begins="content")).text == "x" * 20_000
+    )
+    assert time.process_time() - began_s < 2, "each tag was searched in the whole answer"
+
+
+def test_white_space_before_a_call_is_held_back_within_a_bound() -> None:
+    parser = tags("content", calls=True).parser()
+    shown = [part.text for _ in range(1000) for part in parser.push("\n") if isinstance(part, Content)]
+    assert len("".join(shown)) == 1000 - MAX_BLANKS
 
 
 def test_text_is_shown_as_it_comes_and_little_is_held_back() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from neuronpipe.protocol.frozen import frozen
@@ -61,6 +61,7 @@ class AnswerFormat:
 
 
 PLAIN = AnswerFormat()
+PIECE_CHARACTERS = 256
 
 
 class Call(NamedTuple):
@@ -89,7 +90,7 @@ def parts_of(text: str, form: AnswerFormat) -> tuple[list[Part], bool]:
     """Parse a whole completion; return its parts, each in one piece, and True if it ends with a complete call."""
     parser = form.parser()
     pieces: list[tuple[Part, list[str]]] = []
-    for part in (*parser.push(text), *parser.finish()):
+    for part in (*_pushed(text, parser), *parser.finish()):
         if isinstance(part, CallStart):
             pieces.append((part, []))
         elif pieces and type(pieces[-1][0]) is type(part):
@@ -98,6 +99,12 @@ def parts_of(text: str, form: AnswerFormat) -> tuple[list[Part], bool]:
             pieces.append((part, [part.text]))
     joined = [part if isinstance(part, CallStart) else part._replace(text="".join(texts)) for part, texts in pieces]
     return joined, parser.complete
+
+
+def _pushed(text: str, parser: Parser) -> Iterator[Part]:
+    """Push a whole completion in pieces: a parser searches what it was given from the start for each tag in it."""
+    for at in range(0, len(text), PIECE_CHARACTERS):
+        yield from parser.push(text[at : at + PIECE_CHARACTERS])
 
 
 def parse_answer(text: str, form: AnswerFormat) -> Answer:

@@ -13,7 +13,7 @@ from typing import Any
 from neuronpipe.protocol.json_types import argument_schema, is_string
 from neuronpipe.services.gateway.answers.argument_values import argument_json, string_json
 from neuronpipe.services.gateway.answers.json_scan import JsonScan
-from neuronpipe.services.gateway.answers.parts import Arguments, CallStart, Content, Part, held_back
+from neuronpipe.services.gateway.answers.parts import Arguments, CallStart, Content, Part, held_back, text_end
 from neuronpipe.services.gateway.templates.call_format import NAME_CHARACTERS, WILD, CallFormat
 
 MAX_KEY_CHARACTERS = 1024
@@ -64,7 +64,7 @@ class CallParser:
             self._state = self._before
         else:  # the end of the buffer may be the beginning of a marker
             at = len(self._buffer) - held_back(self._buffer, marker)
-        text = self._buffer[:at].rstrip()  # white space before a call is not part of the text
+        text = self._buffer[: text_end(self._buffer[:at])]  # white space before a call is not part of the text
         if text:
             yield Content(text)
         self._buffer = self._buffer[len(text) :]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
+MAX_BLANKS = 64  # white space that is held back because a tag may follow
+
 
 class Reasoning(NamedTuple):
     """More of what the model thinks before it answers."""
@@ -86,3 +88,11 @@ def held_back(text: str, *marks: str) -> int:
                 longest = size
                 break
     return longest
+
+
+def text_end(text: str) -> int:
+    """Return where a text ends before the white space that is held back: as much as is dropped if a tag follows.
+
+    How a text is divided into pieces does not change what is dropped.
+    """
+    return max(len(text.rstrip()), len(text) - MAX_BLANKS)

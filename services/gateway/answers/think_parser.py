@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from neuronpipe.services.gateway.answers.parts import Parser, Part, Reasoning, held_back
+from neuronpipe.services.gateway.answers.parts import MAX_BLANKS, Parser, Part, Reasoning, held_back, text_end
 from neuronpipe.services.gateway.answers.thinking_format import Begin, ThinkingFormat
-
-MAX_BLANKS = 64  # white space that is held back because a tag may follow
 
 
 class ThinkParser:
@@ -41,8 +39,8 @@ class ThinkParser:
     def finish(self) -> Iterator[Part]:
         text = self._buffer.lstrip() if self._state == self._beginning and self.thinking else self._buffer
         self._buffer = ""
-        if self.thinking and text.rstrip():
-            yield Reasoning(text.rstrip())
+        if self.thinking and (text := text[: text_end(text)]):
+            yield Reasoning(text)
         elif not self.thinking and self._state != self._gap:
             yield from self._following.push(text)
         yield from self._following.finish()
@@ -51,13 +49,13 @@ class ThinkParser:
     def _beginning(self) -> Iterator[Part]:
         """Look for the opening tag, which may also repeat the one in the prompt."""
         text = self._buffer.lstrip()
-        if text.startswith(self._open):
+        if len(self._buffer) - len(text) > MAX_BLANKS:
+            self._state = self._margin if self.thinking else self._answer
+        elif text.startswith(self._open):
             self._buffer, self._state, self.thinking = text[len(self._open) :], self._margin, True
         elif not self.thinking and text.startswith(self._close):
             self._buffer, self._state = text[len(self._close) :], self._gap
-        elif self._may_be_tag(text) and len(self._buffer) - len(text) <= MAX_BLANKS:
-            return
-        else:
+        elif not self._may_be_tag(text):
             self._state = self._margin if self.thinking else self._answer
         yield from ()
 
@@ -74,14 +72,12 @@ class ThinkParser:
     def _reasoning(self) -> Iterator[Part]:
         at = self._buffer.find(self._close)
         if at >= 0:
-            if text := self._buffer[:at].rstrip():
+            if text := self._buffer[: text_end(self._buffer[:at])]:
                 yield Reasoning(text)
             self._buffer, self._state, self.thinking = self._buffer[at + len(self._close) :], self._gap, False
             return
         text = self._buffer[: len(self._buffer) - held_back(self._buffer, self._close)]
-        if len(text) - len(text.rstrip()) <= MAX_BLANKS:
-            text = text.rstrip()
-        if text:
+        if text := text[: text_end(text)]:
             yield Reasoning(text)
         self._buffer = self._buffer[len(text) :]
 
