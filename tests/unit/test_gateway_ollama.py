@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import ollama
@@ -13,6 +14,7 @@ from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import parse_body
 from neuronpipe.services.gateway.ollama.generation_options import OllamaOptions
 from neuronpipe.services.gateway.ollama.ollama_api import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from neuronpipe.services.gateway.ollama.ollama_messages import OllamaMessage, chat_messages
 from neuronpipe.services.gateway.openai.request_schema import MAX_MESSAGES, ChatRequest, CompletionRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -110,6 +112,14 @@ def test_calls_get_ids_and_results_belong_to_the_calls_that_they_name() -> None:
         (third[0], "f", "10"),
     ]
     assert results[4][0] not in {first[0], second[0], third[0], "c9"}
+
+
+def test_results_find_their_calls_quickly_however_many_calls_wait() -> None:
+    calls = OllamaMessage.model_validate({"role": "assistant", "tool_calls": [CALL] * 128})
+    result = OllamaMessage.model_validate({"role": "tool", "tool_name": "g", "content": ""})
+    began_s = time.process_time()
+    assert len([*chat_messages([*[calls] * 200, *[result] * 3000])]) == 3200
+    assert time.process_time() - began_s < 2, "each result was compared with every call"
 
 
 def test_a_begun_answer_is_continued_with_what_was_thought_before_it() -> None:

@@ -68,6 +68,7 @@ class PendingCalls:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # by the ids of the calls
+        self._ids: dict[str, dict[str, None]] = {}  # by the names of the functions, oldest first
         self._numbers = count()
 
     def add(self, calls: Sequence[OllamaCall]) -> list[dict[str, Any]]:
@@ -75,7 +76,9 @@ class PendingCalls:
         chat_calls = []
         for call in calls:
             id_ = call.id if call.id is not None else self._new_id()
+            self._remove(id_)
             self._names[id_] = call.function.name
+            self._ids.setdefault(call.function.name, {})[id_] = None
             arguments = json.dumps(call.function.arguments, ensure_ascii=False)
             function = {"name": call.function.name, "arguments": arguments}
             chat_calls.append({"id": id_, "type": "function", "function": function})
@@ -85,10 +88,14 @@ class PendingCalls:
         """Return the id of the call to which a result belongs; a new id if there is none."""
         id_ = result.tool_call_id
         if id_ is None:
-            matches = (id_ for id_, name in self._names.items() if result.tool_name in (None, name))
-            id_ = next(matches, None) or self._new_id()
-        self._names.pop(id_, None)
+            matches = self._names if result.tool_name is None else self._ids.get(result.tool_name, {})
+            id_ = next(iter(matches), None) or self._new_id()
+        self._remove(id_)
         return id_
+
+    def _remove(self, id_: str) -> None:
+        if (name := self._names.pop(id_, None)) is not None:
+            del self._ids[name][id_]
 
     def _new_id(self) -> str:
         return f"call_{next(self._numbers)}"
