@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.launch.planning.options import PlanOptions
@@ -94,17 +94,17 @@ def sorted_by_use(estimates: Iterable[Estimate]) -> list[Estimate]:
     return sorted(estimates, key=key)
 
 
-def best(estimates: Sequence[Estimate], free_bytes: int | None = None) -> Estimate | None:
-    """Return the first usable model of sorted estimates that fits on the disk; None if there is none.
+def best(estimates: Sequence[Estimate], free_bytes: int | None = None, pulled: Container[str] = ()) -> Estimate | None:
+    """Return the first usable model of sorted estimates that is or fits on the disk; None if there is none.
 
     free_bytes: free space for packages; None: not known
+    pulled: names of the models that are on this disk
     """
-    fitting = (
-        estimate
-        for estimate in estimates
-        if estimate.is_usable and (free_bytes is None or estimate.disk_bytes <= free_bytes)
-    )
-    return next(fitting, None)
+
+    def fits(estimate: Estimate) -> bool:
+        return free_bytes is None or estimate.model.name in pulled or estimate.disk_bytes <= free_bytes
+
+    return next((estimate for estimate in estimates if estimate.is_usable and fits(estimate)), None)
 
 
 def estimate(

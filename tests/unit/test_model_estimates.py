@@ -81,6 +81,7 @@ def test_the_best_fits_on_the_disk_with_its_file_beside_it() -> None:
     assert best([larger, small], free_bytes=None) is larger
     assert best([larger, small], free_bytes=10 * GIB) is small
     assert best([larger, small], free_bytes=small.disk_bytes - 1) is None
+    assert best([larger, small], free_bytes=0, pulled={larger.model.name}) is larger
     assert small.disk_bytes == small.package_bytes + small.model.download_bytes
     by_shards = dataclasses.replace(small, model=dataclasses.replace(small.model, file=None))
     assert by_shards.disk_bytes == small.package_bytes

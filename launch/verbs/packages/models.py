@@ -144,7 +144,7 @@ def _free_bytes() -> int | None:
 def _document(
     arguments: argparse.Namespace, estimates: Sequence[Estimate], target: Target, limit_bytes: int
 ) -> dict[str, object]:
-    first = best(estimates, target.free_bytes)
+    first = best(estimates, target.free_bytes, target.pulled)
     return {
         "device": target.title,
         "memory_bytes": limit_bytes,
@@ -174,7 +174,7 @@ def _page(
         yield from wrapped(f"{hidden} of {len(estimates)} models do not run like this; --all shows why")
     for note in (f"order: {RULE}", LEGEND, *target.sources):
         yield from wrapped(note, style="dim")
-    first = best(estimates, target.free_bytes)
+    first = best(estimates, target.free_bytes, target.pulled)
     if first is None:
         yield from wrapped("no model that fits answers at the pace of reading here")
     elif target.is_here:
