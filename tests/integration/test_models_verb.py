@@ -84,6 +84,11 @@ def test_a_longer_context_takes_more_memory(shell: Shell, small_device: Path) ->
     assert short["min_memory_bytes"] < long["min_memory_bytes"]
 
 
+@pytest.mark.parametrize("tokens", ["0", "-5", "512"])
+def test_a_context_without_room_for_a_prompt_and_an_answer_is_refused(shell: Shell, tokens: str) -> None:
+    assert f"--context {tokens}: expected more than" in shell.refused("models", "--context", tokens)
+
+
 def test_a_short_name_pulls_its_file_of_the_hub(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = catalog()["qwen3-0.6b"]
     assert first.file is not None

@@ -81,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.context <= PROMPT_TOKENS:
+        raise UserError(f"--context {arguments.context}: expected more than the {PROMPT_TOKENS} tokens of a prompt")
     with Progress("planning", "models", plain=arguments.json) as progress:
         progress(0, len(catalog()))
         target = _this_machine() if arguments.device in (None, THIS_MACHINE) else _described(arguments.device)

@@ -20,7 +20,7 @@ ASSUMED_MS_SHARE = 0.25
 """What each further token is assumed to add to a step's time before it is measured."""
 MIN_GAIN = 1.05
 """Drafts must promise this many times the speed of single tokens."""
-RETRY_STEPS = 512
+RETRY_STEPS = 128
 """After so many steps of single tokens, slow steps of several tokens are tried again."""
 _TOKEN_BYTES = 4
 
@@ -69,9 +69,14 @@ class StepTimes:
     def __init__(self) -> None:
         self._ms: dict[int, float] = {}
         self._singles = 0  # steps of one token since times were last forgotten
+        self._has_begun = False
 
     def measured(self, tokens: int, ms: float) -> None:
-        """Note a step's time, in milliseconds, from the previous step's tokens to its own."""
+        """Note a step's time, in milliseconds, from the previous step's tokens to its own. The first step of a run does
+        not count: it reads what later ones find in memory."""
+        if not self._has_begun:
+            self._has_begun = True
+            return
         old_ms = self._ms.get(tokens, ms)
         self._ms[tokens] = old_ms + TIME_RATE * (min(ms, 2 * old_ms) - old_ms)  # a single delay counts little
         self._singles += tokens == 1
