@@ -91,6 +91,12 @@ def test_reasoning_is_between_tags(begins: Begin, text: str, reasoning: str, con
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("text", ["a", "to", "assistant", "assistants " + "are here " * 200])
+def test_an_answer_that_keeps_to_no_format_is_text(text: str, size: int) -> None:
+    assert parsed(text, AnswerFormat(thinking=HARMONY, begins="start", calls=HARMONY.calls), size)[:2] == ("", text)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_calls_follow_reasoning_and_what_reasoning_says_of_calls_is_no_call(size: int) -> None:
     call = DEFAULT.written([("f", '{"a": 1}')])
     text = f"<think>\nI could say {call}\n</think>\n\nWell.\n{call}"

@@ -59,8 +59,8 @@ class HarmonyParser:
                 return
 
     def finish(self) -> Iterator[Part]:
-        """Yield the text of a message that was held back. A header that is not complete is dropped."""
-        if self._state == self._body:
+        """Yield the text that was held back. A header that is not complete is dropped."""
+        if self._state == self._body or self._is_plain():
             yield from self._part(self._buffer)
         self._buffer = ""
 
@@ -73,12 +73,16 @@ class HarmonyParser:
             yield from self._begin(header)
             self._state = self._body
         elif len(self._buffer) > MAX_HEADER_CHARACTERS:
-            self._buffer, self._state = "", self._body
+            self._buffer, self._state = self._buffer if self._is_plain() else "", self._body
         self._first = self._first and self._state == self._header
 
     def _is_header(self) -> bool:
         text = self._buffer.lstrip()
         return any(text.startswith(mark[: len(text)]) for mark in (CHANNEL, START, MESSAGE, "to=", "assistant"))
+
+    def _is_plain(self) -> bool:
+        """Return True if the beginning of the completion is text, although a header might begin with its words."""
+        return self._first and "<|" not in self._buffer and not self._buffer.lstrip().startswith("to=")
 
     def _begin(self, header: str) -> Iterator[Part]:
         """Begin the message after a header."""
