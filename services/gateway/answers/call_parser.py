@@ -13,7 +13,15 @@ from typing import Any
 from neuronpipe.protocol.json_types import argument_schema, is_string
 from neuronpipe.services.gateway.answers.argument_values import argument_json, string_json
 from neuronpipe.services.gateway.answers.json_scan import JsonScan
-from neuronpipe.services.gateway.answers.parts import Arguments, CallStart, Content, Part, held_back, text_end
+from neuronpipe.services.gateway.answers.parts import (
+    Arguments,
+    CallStart,
+    Content,
+    Part,
+    StateParser,
+    held_back,
+    text_end,
+)
 from neuronpipe.services.gateway.templates.call_format import NAME_CHARACTERS, WILD, CallFormat
 
 MAX_KEY_CHARACTERS = 1024
@@ -21,7 +29,7 @@ MAX_VALUE_CHARACTERS = 64 << 10  # a value that is no string is converted when i
 _TAG = re.compile(r"\s*<[^<>]*>?")
 
 
-class CallParser:
+class CallParser(StateParser):
     """A parser of one completion.
 
     calls: the call format
@@ -32,23 +40,13 @@ class CallParser:
     thinking = False
 
     def __init__(self, calls: CallFormat, *, text: bool = True, schemas: Mapping[str, Any] | None = None) -> None:
+        super().__init__(self._text if text and calls.marker else self._before)
         self._format, self._schemas = calls, schemas or {}
-        self._buffer = ""  # text that was not parsed yet
-        self._state: Callable[[], Iterator[Part]] = self._text if text and calls.marker else self._before
         self._count, self._function = 0, ""
         self._object = JsonScan()
         self._key, self._keys = "", 0  # the parameter that is being parsed, and how many the call has
         self._begun = False  # True once a value has begun that is passed on as it arrives
         self.complete = False
-
-    def push(self, text: str) -> Iterator[Part]:
-        """Parse more text; yield the parts that are certain now. Text that may begin a call is held back."""
-        self._buffer += text
-        while self._buffer:
-            before = self._buffer, self._state
-            yield from self._state()
-            if (self._buffer, self._state) == before:
-                return
 
     def finish(self) -> Iterator[Part]:
         """Yield the text that was held back, at the end of the completion, unless it belongs to a call."""

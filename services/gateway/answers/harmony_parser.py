@@ -12,10 +12,18 @@ may also stand before the channel. See the format's description, https://cookboo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from neuronpipe.services.gateway.answers.json_scan import JsonScan
-from neuronpipe.services.gateway.answers.parts import Arguments, CallStart, Content, Part, Reasoning, held_back
+from neuronpipe.services.gateway.answers.parts import (
+    Arguments,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    StateParser,
+    held_back,
+)
 from neuronpipe.services.gateway.answers.thinking_format import Begin
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -29,34 +37,25 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-class HarmonyParser:
+class HarmonyParser(StateParser):
     """A parser of one completion.
 
     calls: True if functions may be called; otherwise a call counts as reasoning
     """
 
     def __init__(self, begins: Begin, *, calls: bool) -> None:
+        super().__init__(self._header if begins in ("start", "answer") else self._body)
         self._may_call = calls
-        self._buffer = ""
         self._first = True  # no message has begun yet
         self._count = 0
         self._arguments: JsonScan | None = None
         self._shown = set[type[Part]]()  # the kinds of parts so far
         self._separator = ""  # before the text of a further message of a kind
-        self._state: Callable[[], Iterator[Part]] = self._header if begins in ("start", "answer") else self._body
         self.thinking = begins == "reasoning"
 
     @property
     def complete(self) -> bool:
         return self._arguments is not None and self._arguments.complete
-
-    def push(self, text: str) -> Iterator[Part]:
-        self._buffer += text
-        while self._buffer:
-            before = self._buffer, self._state
-            yield from self._state()
-            if (self._buffer, self._state) == before:
-                return
 
     def finish(self) -> Iterator[Part]:
         """Yield the text that was held back. A header that is not complete is dropped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 MAX_BLANKS = 64  # white space that is held back because a tag may follow
@@ -63,6 +63,26 @@ class Parser(Protocol):
     def finish(self) -> Iterator[Part]:
         """Yield what was held back, at the end of the completion."""
         ...
+
+
+class StateParser:
+    """The base of parsers that are state machines: a state parses the beginning of `_buffer`, the text that was not
+    parsed yet, and sets the next state.
+
+    state: the first state
+    """
+
+    def __init__(self, state: Callable[[], Iterator[Part]]) -> None:
+        self._buffer, self._state = "", state
+
+    def push(self, text: str) -> Iterator[Part]:
+        """See `Parser`. Text that may begin a tag is held back."""
+        self._buffer += text
+        while self._buffer:
+            before = self._buffer, self._state
+            yield from self._state()
+            if (self._buffer, self._state) == before:
+                return
 
 
 class TextParser:

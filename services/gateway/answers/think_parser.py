@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from neuronpipe.services.gateway.answers.parts import MAX_BLANKS, Parser, Part, Reasoning, held_back, text_end
+from neuronpipe.services.gateway.answers.parts import (
+    MAX_BLANKS,
+    Parser,
+    Part,
+    Reasoning,
+    StateParser,
+    held_back,
+    text_end,
+)
 from neuronpipe.services.gateway.answers.thinking_format import Begin, ThinkingFormat
 
 
-class ThinkParser:
+class ThinkParser(StateParser):
     """A parser of one completion, which passes what follows the reasoning to another parser.
 
     The opening tag counts only at the beginning, so that an answer may mention tags. It may be missing, because the
@@ -18,23 +26,14 @@ class ThinkParser:
     """
 
     def __init__(self, form: ThinkingFormat, begins: Begin, following: Parser) -> None:
+        super().__init__(self._answer if begins == "content" else self._beginning)
         self._open, self._close = form.open_tag, form.close_tag
         self._following = following
-        self._buffer = ""
         self.thinking = begins == "reasoning"
-        self._state: Callable[[], Iterator[Part]] = self._answer if begins == "content" else self._beginning
 
     @property
     def complete(self) -> bool:
         return self._following.complete
-
-    def push(self, text: str) -> Iterator[Part]:
-        self._buffer += text
-        while self._buffer:
-            before = self._buffer, self._state
-            yield from self._state()
-            if (self._buffer, self._state) == before:
-                return
 
     def finish(self) -> Iterator[Part]:
         text = self._buffer.lstrip() if self._state == self._beginning and self.thinking else self._buffer
