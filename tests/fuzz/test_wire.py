@@ -21,7 +21,7 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.memory.layout import Layout
 from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.messages.lifecycle import Drained
-from neuronpipe.protocol.messages.request import MAX_CALLS, Function
+from neuronpipe.protocol.messages.request import MAX_CALLS, MAX_THOUGHTS, Function, Thought
 from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
 from neuronpipe.protocol.spec import all_messages
 
@@ -87,7 +87,13 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
             fields |= {"state_from": 3, "state_to": 4}
     elif cls.__name__ == "Save":
         fields["state_tokens"] = fields["state_slots"]
+    elif cls.__name__ == "Thought":
+        fields |= {name: fields[name] + "x" for name in ("before", "after")}
     elif cls.__name__ == "Calls":
+        thoughts = tuple(draw(st.lists(messages_of(Thought), max_size=MAX_THOUGHTS)))
+        fields |= {"thoughts": thoughts, "in_thought": bool(thoughts) and draw(st.booleans())}
+        one_by_one = draw(st.sampled_from(["", "x"]))
+        fields |= {f"parameter_{place}": one_by_one for place in ("before", "between", "after")}
         fields["functions"] = (*fields["functions"], draw(messages_of(Function)))
         fields |= {name: fields[name] + "x" for name in ("before", "between", "next")}
         fields["marker"], fields["most"] = (
