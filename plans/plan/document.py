@@ -92,11 +92,6 @@ class Compute:
     device_name: str = ""  # the accelerator's device, as its driver names it; empty without one
     draft_tokens: int = 0  # maximum of drafted tokens in a decode step
 
-    @property
-    def step_tokens(self) -> int:
-        """Maximum of tokens in a decode step."""
-        return max(self.sequences, 1 + self.draft_tokens)
-
     def decode_workers(self) -> tuple[ProcessSpec, ...]:
         """Return the decode processes in index order."""
         return tuple(process for process in self.processes if process.role == "decode")

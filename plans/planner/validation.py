@@ -144,10 +144,9 @@ class _Check:
             self._fail("compute.mode", "'thresholded', but the package has no thresholds of `profile --silent`")
         if compute.hints and (compute.mode == "predicted" or not has_hints(self._manifest)):
             self._fail("compute.hints", "are of a predictor or of routers, in exact mode")
-        if compute.logit_rows < compute.step_tokens:
-            self._fail(
-                "compute.logit_rows", f"{compute.logit_rows} are too few for steps of {compute.step_tokens} tokens"
-            )
+        step_tokens = RunShape.of(compute).step_tokens
+        if compute.logit_rows < step_tokens:
+            self._fail("compute.logit_rows", f"{compute.logit_rows} are too few for steps of {step_tokens} tokens")
         self._within("compute.draft_tokens", compute.draft_tokens, 0, MAX_DRAFT_TOKENS)
         if compute.draft_tokens and self._manifest.model.is_recurrent:
             self._fail("compute.draft_tokens", "must be 0: recurrent states cannot go back behind refused drafts")
