@@ -1,6 +1,6 @@
 """The index of results/: the newest value of each figure of results/figures.jsonl, and the files without a figure.
 
-    python tests/bench/results_index.py             # fails when results/README.md is not what it would write
+    python tests/bench/results_index.py             # fails when a page is not what it would write
     python tests/bench/results_index.py --write
 
 A measurement appends rows {"figure", "value", "unit", "date", "file"}. Of rows with the same figure the one with the
@@ -13,6 +13,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.bench.community import COMMUNITY, page
 
 RESULTS = Path(__file__).parent / "results"
 INDEX = RESULTS / "README.md"
@@ -57,14 +61,17 @@ def index(results: Path = RESULTS) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write results/README.md")
+    parser.add_argument("--write", action="store_true", help="write both pages")
     arguments = parser.parse_args()
+    pages = {INDEX: index(), COMMUNITY / "README.md": page()}
     if arguments.write:
-        INDEX.write_text(index(), encoding="utf-8")
+        for file, text in pages.items():
+            file.write_text(text, encoding="utf-8")
         return 0
-    is_current = INDEX.is_file() and INDEX.read_text(encoding="utf-8") == index()
-    print("current" if is_current else f"{INDEX} is not current: run this with --write")
-    return 0 if is_current else 1
+    outdated = [file for file, text in pages.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
+    for file in outdated:
+        print(f"{file} is not current: run this with --write")
+    return 1 if outdated else 0
 
 
 if __name__ == "__main__":
