@@ -273,6 +273,16 @@ typedef struct {
     uint32_t unused;
 } np_completion;
 
+/* Rows of a matrix that stay in a file, for one thread. path: the file; offset: of row 0 in it; checksums: [rows] CRC-32C
+ * of each row, which must stay valid. Allocates. On errors returns NULL and sets *error to errno. */
+typedef struct np_row_file np_row_file;
+np_row_file *np_row_file_open(const char *path, uint64_t offset, uint32_t row_bytes, uint32_t rows, const uint32_t *checksums, int *error);
+void np_row_file_close(np_row_file *file);
+/* Read a row. The result is valid until the next call; NULL: the row cannot be read, or has another checksum. */
+const uint8_t *np_row_file_read(np_row_file *file, uint32_t row);
+/* The CRC-32C of each of `rows` rows that follow each other. */
+void np_row_checksums(const void *data, uint32_t row_bytes, uint32_t rows, uint32_t *checksums);
+
 /* engine: "io_uring", "threads", or NULL for the best available. depth: maximal reads in flight, 1 to 4096. Allocates.
  * On errors returns NULL and sets *error to errno. np_reader_close waits for reads in flight. */
 np_reader *np_reader_open(const char *path, const char *engine, uint32_t depth, int *error);
@@ -709,6 +719,7 @@ typedef struct {
     const float *local_inverse_frequency; /* the same, if a layer has local positions */
     const float *position_embedding; /* [context_tokens][width], without shape.rotary */
     const np_layer *layers;
+    np_row_file *embedding_rows;     /* of this participant: embedding.quants, which are read row by row; NULL: they are in memory */
 } np_fixed;
 
 /* What a neuron did since its byte was zeroed, for any token: its trigger was computed (in predicted mode: it was

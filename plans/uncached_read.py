@@ -6,8 +6,9 @@ the group is at its limit. Pages that stayed would count as memory of the run.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 BLOCK_BYTES = 4 << 20
@@ -31,23 +32,25 @@ def disable_read_ahead(descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
 
-def passing(path: Path, into: memoryview | None = None) -> Iterator[memoryview]:
+def passing(path: Path, targets: Iterable[memoryview] | None = None) -> Iterator[memoryview]:
     """Yield the bytes of a file in pieces of at most BLOCK_BYTES, and drop the file from the page cache.
 
     A piece is valid until the next one is requested. Raises OSError.
 
-    into: receives the pieces one after the other; reading ends when it is full. None: a buffer that every piece reuses
+    targets: receive the pieces, one each; reading ends after the last. None: a buffer that every piece reuses
     """
-    scratch, at = memoryview(bytearray(BLOCK_BYTES if into is None else 0)), 0
+    at = 0
     with path.open("rb", buffering=0) as file:
         try:
-            while True:
-                with scratch[:] if into is None else into[at : at + BLOCK_BYTES] as target:
-                    if not (read := file.readinto(target)):
-                        return
-                    at += read
-                    forget(file.fileno(), length_bytes=at)
-                    with target[:read] as piece:
-                        yield piece
+            for target in itertools.repeat(memoryview(bytearray(BLOCK_BYTES))) if targets is None else targets:
+                filled = 0
+                while filled < len(target) and (read := file.readinto(target[filled:])):
+                    filled += read
+                at += filled
+                forget(file.fileno(), length_bytes=at)
+                if not filled:
+                    return
+                with target[:filled] as piece:
+                    yield piece
         finally:
             forget(file.fileno())  # including pages that were read ahead

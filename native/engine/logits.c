@@ -4,16 +4,27 @@
 #include "engine/vectors.h"
 #include "engine/work.h"
 
+/* The quants of a token's embedding; NULL: they cannot be read. */
+static const uint8_t *embedding_quants(np_engine *engine, int32_t token)
+{
+    const np_matrix *m = &engine->fixed.embedding;
+    if (engine->fixed.embedding_rows)
+        return np_row_file_read(engine->fixed.embedding_rows, (uint32_t)token);
+    return (const uint8_t *)m->quants + (size_t)token * np_quant_bytes(m->type, engine->shape.width);
+}
+
 int np_embed(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     const np_range tokens = np_even_share(engine, engine->count);
     const np_matrix *m = &engine->fixed.embedding;
-    const size_t quant_bytes = np_quant_bytes(m->type, s->width), scale_bytes = np_scale_bytes(m->type, s->width);
+    const size_t scale_bytes = np_scale_bytes(m->type, s->width);
     for (uint32_t t = tokens.from; t < tokens.to; t++) {
         float *residual = engine->shared.residual + (size_t)t * s->width;
-        np_decode_row(m->type, (const uint8_t *)m->quants + engine->token[t] * quant_bytes,
-                      (const uint8_t *)m->scales + engine->token[t] * scale_bytes, s->width, residual);
+        const uint8_t *quants = embedding_quants(engine, engine->token[t]);
+        if (!quants)
+            return NP_E_IO;
+        np_decode_row(m->type, quants, (const uint8_t *)m->scales + engine->token[t] * scale_bytes, s->width, residual);
         np_scale(residual, s->width, s->embedding_scale);
         if (!s->rotary)
             np_add(engine->fixed.position_embedding + (size_t)engine->position[t] * s->width, s->width, residual);

@@ -10,10 +10,7 @@
 
 #include "flash/reader.h"
 
-/* Packages align everything to this; a device that needs more is read through the page cache. */
-enum { MAX_ALIGNMENT = 4096 };
-
-/* The alignment that the file system reports. 0: no direct I/O. MAX_ALIGNMENT if it does not report any (before Linux
+/* The alignment that the file system reports. 0: no direct I/O. NP_MAX_ALIGNMENT if it does not report any (before Linux
  * 6.1, or statx is not allowed). */
 static uint32_t reported_alignment(int file)
 {
@@ -25,7 +22,7 @@ static uint32_t reported_alignment(int file)
         return status.stx_dio_offset_align > status.stx_dio_mem_align ? status.stx_dio_offset_align : status.stx_dio_mem_align;
     }
 #endif
-    return MAX_ALIGNMENT;
+    return NP_MAX_ALIGNMENT;
 }
 
 /* Files in memory have no device to read from. Since Linux 6.6 tmpfs accepts O_DIRECT nevertheless, and copies. */
@@ -41,12 +38,12 @@ static int is_in_memory(int file)
 /* Read the first page: some file systems accept O_DIRECT at open and refuse the read. Returns 0 or errno. */
 static int try_read(int file)
 {
-    void *page = aligned_alloc(MAX_ALIGNMENT, MAX_ALIGNMENT);
+    void *page = aligned_alloc(NP_MAX_ALIGNMENT, NP_MAX_ALIGNMENT);
     if (!page)
         return ENOMEM;
     ssize_t bytes;
     do
-        bytes = pread(file, page, MAX_ALIGNMENT, 0);
+        bytes = pread(file, page, NP_MAX_ALIGNMENT, 0);
     while (bytes < 0 && errno == EINTR);
     const int error = bytes < 0 ? errno : 0;
     free(page);
@@ -59,7 +56,7 @@ int np_file_open(const char *path, int *direct, uint32_t *alignment)
     if (file >= 0) {
         *direct = 1;
         *alignment = reported_alignment(file);
-        const int usable = *alignment >= 1 && *alignment <= MAX_ALIGNMENT && (*alignment & (*alignment - 1)) == 0;
+        const int usable = *alignment >= 1 && *alignment <= NP_MAX_ALIGNMENT && (*alignment & (*alignment - 1)) == 0;
         if (usable && !is_in_memory(file) && try_read(file) == 0)
             return file;
         close(file);

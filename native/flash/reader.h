@@ -57,6 +57,9 @@ static inline uint64_t np_place_in_file(uint64_t offset)
     return offset & (((uint64_t)1 << NP_FILE_SHIFT) - 1);
 }
 
+/* Packages align everything to this; a device that needs more is read through the page cache. */
+enum { NP_MAX_ALIGNMENT = 4096 };
+
 /* Open a file, for direct I/O if a trial read succeeds. Returns the descriptor or -errno; sets *direct and
  * *alignment. */
 int np_file_open(const char *path, int *direct, uint32_t *alignment);

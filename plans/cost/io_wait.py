@@ -6,6 +6,9 @@ import enum
 import math
 
 from neuronpipe.plans.cost.work_cost import WorkCost
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.document import Compute
+from neuronpipe.plans.plan.segment_sizes import embedding_row_bytes
 from neuronpipe.protocol.frozen import frozen
 
 
@@ -109,6 +112,23 @@ class IoWait:
             else:
                 high_ms = middle_ms
         return high_ms
+
+
+def known_before_attention(manifest: Manifest, compute: Compute) -> bool:
+    """Return True if a predictor or a router chooses a layer's neurons or experts before its attention."""
+    if compute.mode == "predicted" and manifest.predictor is not None:
+        return manifest.predictor.reads == "attention"
+    return manifest.model.router_reads == "layer"
+
+
+def embedding_ms(manifest: Manifest, compute: Compute, cost: WorkCost, tokens: int) -> float | None:
+    """Return the time to read these tokens' rows of an embedding on flash; 0 if it is in memory, None if flash was not
+    measured. Each participant reads the rows of its share one after the other, before the first layer."""
+    if not compute.embedding_on_flash:
+        return 0.0
+    rows = -(-tokens // len(compute.decode_workers()))  # prefill has as many threads
+    one_ms = cost.flash_ms(1, embedding_row_bytes(manifest), 1, 1)
+    return None if one_ms is None else rows * one_ms
 
 
 def queued_read_time(alone: float, reads: float, service: float, grouped_service: float, period: float) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.cost.expected_misses import union
+from neuronpipe.plans.package.layout import row_bytes
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
 from neuronpipe.plans.package.traffic import neuron_row_bytes, trigger_row_bytes
 from neuronpipe.plans.plan.document import Compute, Memory
 from neuronpipe.plans.plan.offloaded_blocks import matrix_bytes
-from neuronpipe.plans.plan.segment_sizes import STATE_ELEMENT_BYTES
+from neuronpipe.plans.plan.segment_sizes import STATE_ELEMENT_BYTES, embedding_flash_bytes
 from neuronpipe.protocol.frozen import frozen
 
 
@@ -24,8 +25,11 @@ class StepBytes:
     def fixed(self, tokens: int) -> int:
         """Return the bytes of fixed tensors. A predictor counts with the share of the experts that are chosen."""
         manifest, total = self.manifest, self.memory.fixed_bytes
-        if not manifest.model.tied_embeddings:
-            total -= matrix_bytes(manifest, "output")  # the embedding has this size, and a token reads one row of it
+        if not manifest.model.tied_embeddings:  # a token reads one row of the embedding
+            model = manifest.model
+            total -= model.vocabulary * row_bytes(manifest.quantization_of("embedding"), model.width)
+        if self.compute.embedding_on_flash:
+            total += embedding_flash_bytes(manifest)
         if self.compute.mode == "predicted" and PREDICTOR in manifest.files:
             total -= int(manifest.files[PREDICTOR].bytes * (1 - union(self.rates.chosen, tokens)))
         return total

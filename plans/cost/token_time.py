@@ -18,7 +18,7 @@ from neuronpipe.plans.cost.accelerator_cost import AcceleratorCost, OffloadedWor
 from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.cost.cluster_ranking import occupied_slots
 from neuronpipe.plans.cost.expected_misses import PartAccesses, ResidentSlots, joined_reads, part_accesses
-from neuronpipe.plans.cost.io_wait import IoWait, IssueTime, Reads
+from neuronpipe.plans.cost.io_wait import IoWait, IssueTime, Reads, embedding_ms, known_before_attention
 from neuronpipe.plans.cost.prompt_time import between_products_ms, products_ms
 from neuronpipe.plans.cost.step_bytes import StepBytes
 from neuronpipe.plans.cost.work_cost import WorkCost, summed
@@ -263,8 +263,12 @@ class _RunCost:
                 for group in flash_reads
             ),
             synchronization_ms=self.cost.synchronization_ms(),
-            flash_ms=summed(*map(self.io_wait.flash_ms, flash_reads)),
-            exposed_ms=summed(*map(self.io_wait.exposed_ms, flash_reads)),
+            flash_ms=summed(
+                *map(self.io_wait.flash_ms, flash_reads), embedding_ms(self.manifest, self.compute, self.cost, batch)
+            ),
+            exposed_ms=summed(
+                *map(self.io_wait.exposed_ms, flash_reads), embedding_ms(self.manifest, self.compute, self.cost, batch)
+            ),
             device_ms=device_ms,
             waited_ms=waited_ms,
             flash_reads=tuple(flash_reads),
@@ -367,12 +371,14 @@ class _RunCost:
         computed_ms = products_ms(self.manifest, rates, self.cost, tokens)
         between_ms = between_products_ms(self.manifest, rates, self.cost, tokens, before)
         work_ms = None if moved_ms is None else max(moved_ms, computed_ms) + between_ms
+        flash_ms = self.cost.flash_ms(reads, read_bytes, reads, self.flash.depth)
+        exposed_ms = None if flash_ms is None or work_ms is None else max(0.0, flash_ms - work_ms)
         return _Step(
             sequential_ms=work_ms,
             pieces_ms=0.0,
             read_overhead_ms=self.cost.read_overhead_ms(reads, read_bytes, reads),
-            flash_ms=(flash_ms := self.cost.flash_ms(reads, read_bytes, reads, self.flash.depth)),
-            exposed_ms=None if flash_ms is None or work_ms is None else max(0.0, flash_ms - work_ms),
+            flash_ms=summed(flash_ms, embedding_ms(self.manifest, self.compute, self.cost, tokens)),
+            exposed_ms=summed(exposed_ms, embedding_ms(self.manifest, self.compute, self.cost, tokens)),
         )
 
     # ---- reads -----------------------------------------------------------------------------------------------
@@ -418,13 +424,6 @@ class _RunCost:
         counts = memory.pins_for(batch).counts(self.manifest.model.ffns)[part]
         slots = (memory.trigger_slots, memory.value_slots)[part]
         return sum(pins_within(counts, slots, memory.moving_slots, self.manifest.clusters))
-
-
-def known_before_attention(manifest: Manifest, compute: Compute) -> bool:
-    """Return True if a predictor or a router chooses a layer's neurons or experts before its attention."""
-    if compute.mode == "predicted" and manifest.predictor is not None:
-        return manifest.predictor.reads == "attention"
-    return manifest.model.router_reads == "layer"
 
 
 def shares_core(compute: Compute) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from neuronpipe.plans.package.parsing.parse import read_manifest, require_packag
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
 from neuronpipe.plans.package.source_experts import SHARED
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
-from neuronpipe.plans.uncached_read import forget, passing
+from neuronpipe.plans.uncached_read import BLOCK_BYTES, forget, passing
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 
@@ -113,6 +113,11 @@ class Package:
         return _checked_tensors(self.fixed_path, fixed_tensors(self.manifest))
 
     @property
+    def embedding_quants(self) -> TensorEntry:
+        """Position of the embedding's rows, without their scales, in fixed.safetensors."""
+        return self.fixed["embedding.quants"]
+
+    @property
     def predictor_path(self) -> Path:
         """Path of predictor.safetensors, which does not exist if the manifest has no predictor."""
         return self.path / PREDICTOR
@@ -138,15 +143,32 @@ class Package:
             if entry.sha256 is not None and name not in loaded and sha256_of(self.path / name) != entry.sha256:
                 raise self._damaged(name)
 
-    def load(self, name: str, into: memoryview) -> None:
+    def load(
+        self,
+        name: str,
+        into: memoryview,
+        *,
+        left: TensorEntry | None = None,
+        pass_rows: Callable[[memoryview], None] | None = None,
+    ) -> None:
         """Read a whole file into memory of its size. Raises UserError if it cannot be read or differs from its hash in
-        the manifest."""
+        the manifest.
+
+        left: a tensor whose place in memory is not written
+        pass_rows: receives the rows of `left`, some at a time
+        """
         file, digest, at = self.path / name, hashlib.sha256(), 0
         try:
             # A thread hashes a piece while the next is read: both take about the same time.
             with ThreadPoolExecutor(1) as hashing:
-                for piece in passing(file, into):
-                    hashing.submit(digest.update, into[at : at + len(piece)])
+                for piece in passing(file, _targets(into, left)):
+                    if left is not None and left.start <= at < left.stop:
+                        hashed = hashing.submit(digest.update, piece)
+                        if pass_rows is not None:
+                            pass_rows(piece)
+                        hashed.result()  # the next piece has the same memory
+                    else:
+                        hashing.submit(digest.update, into[at : at + len(piece)])
                     at += len(piece)
         except OSError as error:
             raise UserError(f"{file}: cannot be read: {error.strerror}; convert the model again") from None
@@ -213,6 +235,23 @@ def neurons_file(directory: Path) -> Path | None:
         return None
     files = [file for file in (() if experts is None else experts.files) if Path(file.path).is_file()]
     return Path(max(files, key=lambda file: file.bytes).path) if files else None
+
+
+def _targets(into: memoryview, left: TensorEntry | None) -> Iterator[memoryview]:
+    """Yield memory for a file's pieces: blocks of `into`, and for the rows of `left` memory that is reused."""
+    if left is None:
+        yield from _blocks(into, 0, len(into))
+        return
+    rows = memoryview(bytearray(max(1, BLOCK_BYTES // left.row_bytes) * left.row_bytes))
+    yield from _blocks(into, 0, left.start)
+    yield from (rows[: left.stop - at] for at in range(left.start, left.stop, len(rows)))
+    yield from _blocks(into, left.stop, len(into))
+
+
+def _blocks(into: memoryview, start: int, stop: int) -> Iterator[memoryview]:
+    for at in range(start, stop, BLOCK_BYTES):
+        with into[at : min(at + BLOCK_BYTES, stop)] as block:
+            yield block
 
 
 def _checked_tensors(path: Path, expected: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, TensorEntry]:

@@ -39,6 +39,11 @@ class TensorEntry:
     start: int
     stop: int
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one of the rows, of which the first dimension has the number."""
+        return (self.stop - self.start) // self.shape[0]
+
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a file by name. Raises UserError as `parse_header`, or if the file cannot be opened."""

@@ -91,6 +91,7 @@ class Compute:
     state_slots: int = 0  # recurrent states: two of each sequence, and snapshots
     device_name: str = ""  # the accelerator's device, as its driver names it; empty without one
     draft_tokens: int = 0  # maximum of drafted tokens in a decode step
+    embedding_on_flash: bool = False  # True: a token's row of the embedding is read when a step needs it
 
     def decode_workers(self) -> tuple[ProcessSpec, ...]:
         """Return the decode processes in index order."""
@@ -118,7 +119,7 @@ class MemoryBudget:
     """
 
     # segments
-    fixed_bytes: int  # with the predictor
+    fixed_bytes: int  # with the predictor, without an embedding that stays on flash
     residency_bytes: int
     kv_bytes: int
     exchange_bytes: int

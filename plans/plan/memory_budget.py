@@ -18,6 +18,8 @@ from neuronpipe.plans.plan.offloaded_blocks import offload_bytes, offloaded_matr
 from neuronpipe.plans.plan.runtime_memory import GRAPH_TOKENS, offload_runtime_bytes, runtime_bytes, runtime_of
 from neuronpipe.plans.plan.segment_sizes import (
     RunShape,
+    embedding_flash_bytes,
+    embedding_row_bytes,
     fixed_layouts,
     offloaded_product_blocks,
     prefill_layouts,
@@ -128,8 +130,11 @@ def memory_budget(
     prefill_tokens = shape.prefill_tokens(prefill_chunk_tokens)
     product_neurons = product_blocks(manifest.layout, manifest.layout.blocks) * manifest.layout.block_neurons
     tokenizer = TOKENIZER_FACTOR * manifest.files["tokenizer.json"].bytes
+    segments_bytes = {f"{name}_bytes": layout.total_bytes for name, layout in layouts.items()}
+    if shape.embedding_on_flash:
+        segments_bytes["fixed_bytes"] -= embedding_flash_bytes(manifest)
     return MemoryBudget(
-        **{f"{name}_bytes": layout.total_bytes for name, layout in layouts.items()},
+        **segments_bytes,
         interpreters_bytes=INTERPRETER_BASE_BYTES
         + INTERPRETER_PER_PROCESS_BYTES * shape.processes
         + gateway_bytes(int(manifest.chat is not None), 0) * shape.gateways
@@ -208,7 +213,8 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     """Return the bytes of the participants' private memory.
 
     It has each token's vectors as kernels need them (in two types, since a predictor may need another one), results of
-    rows, attention scores, the state of a mixture's open clusters, and the values that Down by output reads.
+    rows, attention scores, the state of a mixture's open clusters, the values that Down by output reads, and a row of
+    an embedding on flash.
     """
     model, layout = manifest.model, manifest.layout
     max_width = max(
@@ -224,7 +230,9 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
         at_once = shape.prefill_threads * min(prefill_tokens, OUTPUT_TOKENS)
         at_once += shape.workers * min(shape.step_tokens, OUTPUT_TOKENS)
         clusters_bytes += OUTPUT_VALUE_BYTES * layout.cluster_neurons * at_once
-    return tokens * token_bytes + clusters_bytes + 16 * shape.context_tokens * (shape.workers + shape.prefill_threads)
+    participants = shape.workers + shape.prefill_threads
+    row_bytes = embedding_row_bytes(manifest) + 2 * PAGE_BYTES if shape.embedding_on_flash else 0
+    return tokens * token_bytes + clusters_bytes + participants * (row_bytes + 16 * shape.context_tokens)
 
 
 def min_chunk_tokens(shape: RunShape) -> int:
@@ -284,7 +292,9 @@ class Budgets:
         return slots_layout(self._manifest, self._manifest.clusters, self._manifest.clusters).total_bytes
 
     def min_limit_bytes(self, shape: RunShape) -> int:
-        """Return the smallest memory limit whose `trusted_bytes` fit the smallest budget and the fewest slots."""
+        """Return the smallest memory limit whose `trusted_bytes` fit the smallest budget and the fewest slots. The
+        embedding stays on flash if it may."""
+        shape = dataclasses.replace(shape, embedding_on_flash=embedding_flash_bytes(self._manifest) > 0)
         if shape not in self._min_limits:
             needed_bytes = self.min_budget(shape).total_bytes() + self.min_slots_bytes(shape.workers)
             sufficient_bytes = -(-(needed_bytes + 2 * MAX_HELPER_GROWTH_BYTES) * (100 + HEADROOM_PERCENT) // 100)

@@ -7,6 +7,7 @@ run.json; every process that attaches maps the layouts stated there.
 from __future__ import annotations
 
 from neuronpipe.native import lib
+from neuronpipe.plans.package.layout import PAGE_BYTES, quant_bytes
 from neuronpipe.plans.package.layout import Layout as ClusterLayout
 from neuronpipe.plans.package.manifest import FIXED, PREDICTOR, Manifest
 from neuronpipe.plans.plan.document import DEFAULT_BACKEND, GATEWAY, Compute, Mode, Plan, backend_of
@@ -44,6 +45,7 @@ class RunShape:
     accelerator_backend: str = ""
     state_slots: int = 0
     draft_tokens: int = 0
+    embedding_on_flash: bool = False
 
     @classmethod
     def of(cls, compute: Compute) -> RunShape:
@@ -64,6 +66,7 @@ class RunShape:
             accelerator_backend=compute.accelerator_backend(),
             state_slots=compute.state_slots,
             draft_tokens=compute.draft_tokens,
+            embedding_on_flash=compute.embedding_on_flash,
         )
 
     @property
@@ -79,6 +82,19 @@ class RunShape:
     def prefill_tokens(self, chunk_tokens: int) -> int:
         """Return the maximum of tokens in one prefill step: a chunk, or `logit_rows` tokens if that is more."""
         return max(chunk_tokens, self.logit_rows)
+
+
+def embedding_row_bytes(manifest: Manifest) -> int:
+    """Return the bytes of a row of the embedding without its scales, which stay in memory."""
+    return quant_bytes(manifest.quantization_of("embedding"), manifest.model.width)
+
+
+def embedding_flash_bytes(manifest: Manifest) -> int:
+    """Return the bytes of memory that an embedding on flash does not take: whole pages of the segment that are never
+    written. 0 if it cannot stay there, because it is the output matrix as well, which every step reads."""
+    if manifest.model.tied_embeddings:
+        return 0
+    return max(0, manifest.model.vocabulary * embedding_row_bytes(manifest) // PAGE_BYTES - 1) * PAGE_BYTES
 
 
 def product_blocks(layout: ClusterLayout, window_blocks: int) -> int:
@@ -155,6 +171,7 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
         layouts.fixed(
             file_bytes=manifest.files[FIXED].bytes,
             predictor_bytes=manifest.files[PREDICTOR].bytes if shape.predicts and manifest.predictor else 0,
+            embedding_rows=model.vocabulary if shape.embedding_on_flash else 0,
         ),
         layouts.residency(clusters=manifest.clusters, participants=shape.workers + shape.prefill_threads),
         layouts.kv(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.errors import UserError
@@ -49,20 +48,3 @@ def _within(loss_share: float | None, max_loss: float, manifest: Manifest) -> bo
 def show_quality(quality: Quality) -> str:
     """Return the quality as a user types it: `predicted`, `1%`."""
     return quality if isinstance(quality, str) else f"{100 * quality:g}%"
-
-
-def mode_reason(manifest: Manifest, mode: Mode, rates: ActivationRates) -> str:
-    """Return the reason that states, in a plan, what decides which neurons are computed."""
-    if mode == "thresholded" and manifest.silent is not None:
-        return (
-            f"every gate is computed; up and down rows of the {rates.value_read:.1%} of the neurons that do "
-            f"not count as silent are: {manifest.silent.loss()}"
-        )
-    if mode == "predicted":
-        predictor = manifest.predictor
-        names = "names" if predictor is not None and predictor.by_layer else "is assumed to name"
-        return (
-            f"the predictor {names} {rates.trigger_read:.1%} of the neurons; the gates of these decide, "
-            f"and {rates.value_read / max(rates.trigger_read, 1e-9):.0%} of them are expected to fire"
-        )
-    return "exact: every gate is computed, and decides which up and down rows are"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NoReturn
 
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
-from neuronpipe.plans.cost.activation_rates import has_hints, rates, unmeasured_predictor
+from neuronpipe.plans.cost.activation_rates import has_hints, rates
 from neuronpipe.plans.cost.read_sizes import ClusterDemand, ReadSizes, choose_read_sizes
 from neuronpipe.plans.cost.token_time import expected
 from neuronpipe.plans.package.layout import PAGE_BYTES
@@ -34,14 +35,21 @@ from neuronpipe.plans.plan.memory_budget import (
 )
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator, offload_reasons, offload_shape
 from neuronpipe.plans.plan.runtime_memory import runtime_of
-from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, STATE_ELEMENT_BYTES, STATES_PER_SEQUENCE, RunShape
+from neuronpipe.plans.plan.segment_sizes import (
+    PARTIAL_TOKENS,
+    STATE_ELEMENT_BYTES,
+    STATES_PER_SEQUENCE,
+    RunShape,
+    embedding_flash_bytes,
+)
 from neuronpipe.plans.planner.assumptions import assumptions
 from neuronpipe.plans.planner.device_facts import DeviceFacts
-from neuronpipe.plans.planner.mode_choice import mode_reason
 from neuronpipe.plans.planner.offload_split import BestSplit
 from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
+from neuronpipe.plans.planner.plan_reasons import embedding_reasons, mode_reasons
 from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, Regions, allocate_slots
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 # Every chunk of a prompt reads all weights once, so a chunk is as large as memory allows.
 CHUNK_TOKENS = (512, 256, 128, 64, 32, 16)
@@ -49,6 +57,7 @@ PREFILL_SHARE = 1 / 8  # maximum of a chunk's buffers, as a share of the memory 
 # Staging beyond the minimum is limited to both of these.
 STAGING_SHARE = 1 / 32  # of the memory limit
 STAGING_SPARE_SHARE = 1 / 8  # of the memory that remains for neurons
+FLASH_EMBEDDING_BYTES = 8 * MIB  # minimum of an embedding that gives its memory to slots
 BASELINE_CACHE_TOKENS = 5  # the baseline has slots for what this many tokens use
 
 
@@ -97,6 +106,16 @@ MAX_SNAPSHOTS = 8  # of recurrent states
 SNAPSHOT_SHARE = 1 / 16  # of the memory limit that they take at most
 
 
+@frozen
+class _Fitted:
+    """What fits a memory limit: the prefill chunk, the reads, the memory budget with both, and the slots."""
+
+    chunk_tokens: int
+    read_sizes: ReadSizes
+    budget: MemoryBudget
+    regions: Regions
+
+
 class _PlanBuilder:
     def __init__(
         self,
@@ -135,6 +154,8 @@ class _PlanBuilder:
             self._shape = dataclasses.replace(self._shape, draft_tokens=MAX_DRAFT_TOKENS)
         self._rates = rates(manifest, self._shape.mode, frequencies)
         self._usable_bytes = trusted_bytes(manifest, self._shape, self._limit_bytes)
+        self._min_slots_bytes = budgets.min_slots_bytes(workers)
+        self._ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
 
     def _state_slots(self) -> int:
         """Return the number of slots for recurrent states: two for each sequence, and a few snapshots."""
@@ -181,18 +202,14 @@ class _PlanBuilder:
         return self._options.hints
 
     def plan(self) -> Plan:
+        fitted = self._fitted_embedding()
         manifest, shape, options = self._manifest, self._shape, self._options
-        min_budget = self._budgets.min_budget(shape)
-        min_slots_bytes = self._budgets.min_slots_bytes(shape.workers)
-        if self._usable_bytes < min_budget.total_bytes() + min_slots_bytes:
-            self._refuse_limit(min_budget, min_slots_bytes)
-        chunk_tokens, read_sizes, budget, regions = self._fitted(
-            min_budget, min_slots_bytes, options.prefill_chunk_tokens
+        chunk_tokens, read_sizes, budget, regions = (
+            fitted.chunk_tokens,
+            fitted.read_sizes,
+            fitted.budget,
+            fitted.regions,
         )
-        sums_by_turns = not runtime_of(shape.prefill_backend) and chunk_tokens > PARTIAL_TOKENS
-        if sums_by_turns and regions.window_blocks < manifest.layout.blocks:
-            # Block sums of more than PARTIAL_TOKENS tokens are computed in turns, with all neurons of a layer open.
-            chunk_tokens, read_sizes, budget, regions = self._fitted(min_budget, min_slots_bytes, PARTIAL_TOKENS)
         memory = self._memory(budget, regions)
         compute = Compute(
             mode=shape.mode,
@@ -213,6 +230,7 @@ class _PlanBuilder:
             held_matrices=shape.offloaded_matrices,
             state_slots=shape.state_slots,
             draft_tokens=shape.draft_tokens,
+            embedding_on_flash=shape.embedding_on_flash,
             device_shares_memory=shape.device_shares_memory,
             device_name="" if self._device.accelerator is None else self._device.accelerator.name,
         )
@@ -238,8 +256,9 @@ class _PlanBuilder:
             flash=flash,
             expected=expected(manifest, self._rates, compute, memory, flash, *self._device.measured),
             reasons=(
-                *self._mode_reasons(),
+                *mode_reasons(manifest, shape, options, self._rates),
                 *offload_reasons(manifest, self._device.accelerator, compute, memory, self._device.profile),
+                *embedding_reasons(manifest, shape),
                 *regions.reasons,
                 *read_sizes.reasons,
                 self._chunk_reason(chunk_tokens, budget),
@@ -247,33 +266,64 @@ class _PlanBuilder:
             ),
         )
 
-    def _fitted(
-        self, min_budget: MemoryBudget, min_slots_bytes: int, max_chunk_tokens: int | None
-    ) -> tuple[int, ReadSizes, MemoryBudget, Regions]:
+    def _fitted_embedding(self) -> _Fitted:
+        """Return what fits the limit. The embedding stays on flash if slots lack its memory and it is worth a read for
+        each token, or if there is no room for it; `self._shape` says so."""
+        in_memory = None if self._is_short() else self._fitted_chunk()
+        flash_bytes = embedding_flash_bytes(self._manifest)
+        if in_memory is not None and (flash_bytes < FLASH_EMBEDDING_BYTES or self._has_all_slots(in_memory)):
+            return in_memory
+        if flash_bytes:
+            self._shape = dataclasses.replace(self._shape, embedding_on_flash=True)
+        if self._is_short():
+            self._refuse_limit()
+        return self._fitted_chunk()
+
+    def _is_short(self) -> bool:
+        """Return True if the limit is below the smallest budget with the fewest slots."""
+        min_bytes = self._budgets.min_budget(self._shape).total_bytes() + self._min_slots_bytes
+        return self._usable_bytes < min_bytes
+
+    def _has_all_slots(self, fitted: _Fitted) -> bool:
+        """Return True if more memory would give no more slots: every cluster has one, or --ffn-resident is reached."""
+        share, regions = self._options.ffn_resident_share, fitted.regions
+        if share is None or share >= 1:
+            return min(regions.triggers, regions.values) == self._manifest.clusters
+        return self._slots_budget(fitted.budget, fitted.read_sizes) >= int(share * self._ffn_bytes)
+
+    def _fitted_chunk(self) -> _Fitted:
+        fitted = self._fitted(self._options.prefill_chunk_tokens)
+        sums_by_turns = not runtime_of(self._shape.prefill_backend) and fitted.chunk_tokens > PARTIAL_TOKENS
+        if sums_by_turns and fitted.regions.window_blocks < self._manifest.layout.blocks:
+            # Block sums of more than PARTIAL_TOKENS tokens are computed in turns, with all neurons of a layer open.
+            return self._fitted(PARTIAL_TOKENS)
+        return fitted
+
+    def _fitted(self, max_chunk_tokens: int | None) -> _Fitted:
         """Return the chunk, the reads, the memory budget with both, and the slots in the remaining memory.
 
         max_chunk_tokens: a requested maximum, which has priority over more staging; None: the rules choose
         """
+        min_budget = self._budgets.min_budget(self._shape)
         if max_chunk_tokens is not None:
-            chunk_tokens = self._chunk(min_budget.staging_bytes, min_slots_bytes, max_chunk_tokens)
+            chunk_tokens = self._chunk(min_budget.staging_bytes, max_chunk_tokens)
             min_budget = self._budgets.of(
                 self._shape, prefill_chunk_tokens=chunk_tokens, staging_bytes=min_budget.staging_bytes
             )
         read_sizes = self._read_sizes(min_budget)
-        chunk_tokens = self._chunk(read_sizes.set_aside_bytes, min_slots_bytes, max_chunk_tokens)
+        chunk_tokens = self._chunk(read_sizes.set_aside_bytes, max_chunk_tokens)
         budget = self._budgets.of(
             self._shape, prefill_chunk_tokens=chunk_tokens, staging_bytes=read_sizes.staging_bytes
         )
-        return chunk_tokens, read_sizes, budget, self._regions(budget, min_slots_bytes, read_sizes)
+        return _Fitted(chunk_tokens, read_sizes, budget, self._regions(budget, read_sizes))
 
     def _read_sizes(self, min_budget: MemoryBudget) -> ReadSizes:
         """Return the reads. Their staging is at most that of `min_budget` and a share of the memory that is left."""
         manifest, options = self._manifest, self._options
-        spare_bytes = self._usable_bytes - min_budget.total_bytes() - self._budgets.min_slots_bytes(self._shape.workers)
+        spare_bytes = self._usable_bytes - min_budget.total_bytes() - self._min_slots_bytes
         slots_bytes = spare_bytes
         if options.ffn_resident_share is not None:
-            ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
-            slots_bytes = min(slots_bytes, int(options.ffn_resident_share * ffn_bytes))
+            slots_bytes = min(slots_bytes, int(options.ffn_resident_share * self._ffn_bytes))
         return choose_read_sizes(
             manifest.layout,
             self._device.flash,
@@ -285,7 +335,7 @@ class _PlanBuilder:
             + min(int(STAGING_SPARE_SHARE * spare_bytes), int(STAGING_SHARE * self._usable_bytes)),
         )
 
-    def _chunk(self, staging_bytes: int, min_slots_bytes: int, max_tokens: int | None) -> int:
+    def _chunk(self, staging_bytes: int, max_tokens: int | None) -> int:
         """Return the largest chunk that leaves room for staging and for the fewest slots, or the smallest chunk.
 
         max_tokens: maximum; None: the chunk's buffers take at most PREFILL_SHARE of the limit
@@ -298,21 +348,24 @@ class _PlanBuilder:
         sizes = (size for size in CHUNK_TOKENS if (size > min_tokens if max_tokens is None else size <= max_tokens))
         for tokens in (min(size, context) for size in sizes):
             budget = self._budgets.of(self._shape, prefill_chunk_tokens=tokens, staging_bytes=0)
-            fits = budget.total_bytes() + staging_bytes + min_slots_bytes <= self._usable_bytes
+            fits = budget.total_bytes() + staging_bytes + self._min_slots_bytes <= self._usable_bytes
             # A runtime needs its own memory with any chunk, so this does not count as a buffer.
             buffers_bytes = budget.private_bytes - fixed_runtime_bytes + budget.prefill_stage_bytes
             if fits and (max_tokens is not None or buffers_bytes <= PREFILL_SHARE * self._usable_bytes):
                 return tokens
         return min_tokens if max_tokens is None else min(min_tokens, max_tokens)
 
-    def _regions(self, budget: MemoryBudget, min_slots_bytes: int, read_sizes: ReadSizes) -> Regions:
-        manifest, options = self._manifest, self._options
+    def _slots_budget(self, budget: MemoryBudget, read_sizes: ReadSizes) -> int:
+        """Return the bytes that remain for slots."""
         usable = self._usable_bytes - budget.total_bytes() - (read_sizes.set_aside_bytes - read_sizes.staging_bytes)
         # The slots' segment has a page before the first slot, and consists of whole pages.
-        slots_budget = usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
-        ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
+        return usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
+
+    def _regions(self, budget: MemoryBudget, read_sizes: ReadSizes) -> Regions:
+        manifest, options = self._manifest, self._options
+        slots_budget = self._slots_budget(budget, read_sizes)
         if options.ffn_resident_share is not None and options.ffn_resident_share < 1:
-            slots_budget = min(slots_budget, int(options.ffn_resident_share * ffn_bytes))
+            slots_budget = min(slots_budget, int(options.ffn_resident_share * self._ffn_bytes))
         regions = allocate_slots(
             manifest,
             self._rates,
@@ -328,12 +381,11 @@ class _PlanBuilder:
         )
         if regions is not None:
             return self._without_offloaded_pins(regions)
-        assert usable >= min_slots_bytes
         assert options.ffn_resident_share is not None
+        min_bytes, min_share = self._min_slots_bytes, self._min_slots_bytes / self._ffn_bytes
         raise UserError(
-            f"--ffn-resident {options.ffn_resident_share:.1%}: the least for this package is "
-            f"{min_slots_bytes / ffn_bytes:.1%} ({min_slots_bytes:,} bytes): one block of neurons per worker must be "
-            "open, and as much arriving"
+            f"--ffn-resident {options.ffn_resident_share:.1%}: the least for this package is {min_share:.1%} "
+            f"({min_bytes:,} bytes): one block of neurons per worker must be open, and as much arriving"
         )
 
     def _without_offloaded_pins(self, regions: Regions) -> Regions:
@@ -357,32 +409,19 @@ class _PlanBuilder:
             accelerator_bytes=accelerator_bytes(self._manifest, self._shape),
         )
 
-    def _refuse_limit(self, min_budget: MemoryBudget, min_slots_bytes: int) -> None:
+    def _refuse_limit(self) -> NoReturn:
+        min_bytes = self._budgets.min_budget(self._shape).total_bytes()
         limit = self._budgets.min_limit_bytes(self._shape)
         chosen = ", a share of what is available now" if self._options.memory_bytes is None else ""
         reserved_bytes = sum(untrusted_bytes(self._manifest, self._shape, limit).values())
         raise LimitTooSmall(
             f"--memory {self._limit_bytes:,}{chosen}: "
             f"the least for this package is {limit:,} bytes ({-(-limit // MIB)} MiB): "
-            f"{min_budget.total_bytes():,} for interpreters, fixed tensors, KV cache and exchange, "
-            f"{reserved_bytes:,} for grammars and templates, {min_slots_bytes:,} for the neurons being computed; "
+            f"{min_bytes:,} for interpreters, fixed tensors, KV cache and exchange, "
+            f"{reserved_bytes:,} for grammars and templates, {self._min_slots_bytes:,} for the neurons being computed; "
             "a smaller --context needs less",
             limit,
         )
-
-    def _mode_reasons(self) -> list[str]:
-        options, reasons = self._options, [mode_reason(self._manifest, self._shape.mode, self._rates)]
-        if self._shape.hints:
-            reasons.append("hints: what will probably be wanted is asked for before it is certain, by request")
-        if (note := unmeasured_predictor(self._manifest, self._shape.mode)) is not None:
-            reasons.append(note)
-        if options.baseline is not None:
-            reasons.append(f"baseline {options.baseline}, for comparison")
-        if options.without:
-            reasons.append(f"without {', '.join(sorted(options.without))}, by request")
-        if options.ffn_resident_share is not None:
-            reasons.append(f"feed-forward residency is limited to {options.ffn_resident_share:.0%} by request")
-        return reasons
 
     def _assumptions(self, memory: Memory) -> tuple[str, ...]:
         return assumptions(

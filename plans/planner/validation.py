@@ -26,7 +26,13 @@ from neuronpipe.plans.plan.memory_budget import (
 from neuronpipe.plans.plan.offloaded_blocks import MATRICES
 from neuronpipe.plans.plan.pinned_clusters import read_counts
 from neuronpipe.plans.plan.runtime_memory import runtime_of
-from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape, open_clusters, slots_layout
+from neuronpipe.plans.plan.segment_sizes import (
+    PARTIAL_TOKENS,
+    RunShape,
+    embedding_flash_bytes,
+    open_clusters,
+    slots_layout,
+)
 from neuronpipe.protocol.errors import UserError, quoted
 
 ENGINES = ("io_uring", "threads")
@@ -150,6 +156,8 @@ class _Check:
         self._within("compute.draft_tokens", compute.draft_tokens, 0, MAX_DRAFT_TOKENS)
         if compute.draft_tokens and self._manifest.model.is_recurrent:
             self._fail("compute.draft_tokens", "must be 0: recurrent states cannot go back behind refused drafts")
+        if compute.embedding_on_flash and not embedding_flash_bytes(self._manifest):
+            self._fail("compute.embedding_on_flash", "must be false: the embedding of this package stays in memory")
         if compute.draft_tokens and compute.held_blocks:
             self._fail("compute.draft_tokens", "must be 0: an accelerator computes a token of each sequence")
 

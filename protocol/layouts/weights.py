@@ -10,13 +10,19 @@ PIN_STATE = 2
 """Word of the residency segment's `slots` line that has the state of the plan's pins."""
 
 
-def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
+def fixed(*, file_bytes: int, predictor_bytes: int, embedding_rows: int = 0) -> Layout:
     """The fixed tensors: the package's fixed.safetensors byte for byte, then its predictor.safetensors if that is used.
-    The segment is sealed once they are loaded."""
-    fields = Fields("fixed", 1, {"file_bytes": file_bytes, "predictor_bytes": predictor_bytes})
+    If the plan leaves the embedding on flash, its quants are zero in the segment, and there is a CRC-32C of each of its
+    `embedding_rows` rows, which participants read from the file. The segment is sealed once all is loaded."""
+    fields = Fields(
+        "fixed",
+        1,
+        {"file_bytes": file_bytes, "predictor_bytes": predictor_bytes, "embedding_rows": embedding_rows},
+    )
     ordering = "written and sealed before `loaded` is set"
     fields.add("file", "u8", "file_bytes", by="loader", to="all", ordering=ordering)
     fields.add("predictor", "u8", "predictor_bytes", by="loader", to="decode, prefill", ordering=ordering)
+    fields.add("embedding_checksums", "u32", "embedding_rows", by="loader", to="decode, prefill", ordering=ordering)
     return fields.layout()
 
 

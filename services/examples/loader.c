@@ -275,9 +275,29 @@ static void verify(const char *manifest, const char *name, const void *bytes, si
         run_fail(name, "does not match the manifest's sha256; convert the model again");
 }
 
+/* If the segment has checksums for the embedding's rows, the embedding stays on flash: store them, and return the range
+ * of its quants in the file. Else the range is empty. */
+static size_t left_on_flash(const segment *fixed, const char *file, size_t bytes, size_t *end)
+{
+    size_t shape[2], header_bytes = 0;
+    uint32_t *row_sums = segment_field(fixed, "embedding_checksums", shape);
+    *end = bytes;
+    if (!shape[0])
+        return bytes;
+    memcpy(&header_bytes, file, 8);
+    char *header = strndup(file + 8, header_bytes);
+    const size_t tensors = 8 + header_bytes, from = tensors + (size_t)json_number(json_item(header, "embedding.quants/data_offsets", 0), "");
+    *end = tensors + (size_t)json_number(json_item(header, "embedding.quants/data_offsets", 1), "");
+    free(header);
+    const size_t row_bytes = (*end - from) / shape[0];
+    for (size_t row = 0; row < shape[0]; row++)
+        row_sums[row] = crc32c((const uint8_t *)file + from + row * row_bytes, row_bytes);
+    return from;
+}
+
 static void copy_verified(const char *package, const char *manifest, const char *name, const segment *fixed, const char *field)
 {
-    size_t shape[2], bytes;
+    size_t shape[2], bytes, end;
     uint8_t *to = segment_field(fixed, field, shape);
     if (!shape[0])
         return;
@@ -285,7 +305,9 @@ static void copy_verified(const char *package, const char *manifest, const char 
     verify(manifest, name, file, bytes);
     if (bytes != shape[0])
         run_fail(name, "has another size than its place in shared memory");
-    memcpy(to, file, bytes);
+    const size_t from = strcmp(field, "file") ? (end = bytes) : left_on_flash(fixed, file, bytes, &end);
+    memcpy(to, file, from);
+    memcpy(to + end, file + end, bytes - end);
     free(file);
 }
 

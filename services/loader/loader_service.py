@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 def load_fixed(package: Package, segment: Segment) -> None:
     """Copy fixed.safetensors, and predictor.safetensors if it is used, into the segment and seal it.
 
-    Do nothing if an earlier loader has sealed it. Verifies the tokenizer, the checksum table and the tensors; raises
-    UserError, which names the file.
+    If the embedding stays on flash, checksums of its rows are stored instead of it. Do nothing if an earlier loader has
+    sealed the segment. Verifies the tokenizer, the checksum table and the tensors; raises UserError, which names the
+    file.
     """
     if segment.sealed:
         return
@@ -51,11 +52,33 @@ def load_fixed(package: Package, segment: Segment) -> None:
         targets = {FIXED: mapping.view("file"), PREDICTOR: mapping.view("predictor")}
         loaded = {name: target for name, target in targets.items() if len(target)}
         package.verify_fixed(loaded=loaded.keys())
+        checksums = mapping.view("embedding_checksums")
+        embedding = package.embedding_quants if len(checksums) else None
         for name, target in loaded.items():
-            package.load(name, target)
-        for target in targets.values():
+            if name == FIXED and embedding is not None:
+                package.load(name, target, left=embedding, pass_rows=_RowChecksums(embedding.row_bytes, checksums))
+            else:
+                package.load(name, target)
+        for target in (*targets.values(), checksums):
             target.release()
     segment.seal()
+
+
+class _RowChecksums:
+    """Stores the CRC-32C of each row that is passed to it, one after the other."""
+
+    def __init__(self, row_bytes: int, checksums: memoryview) -> None:
+        self._row_bytes, self._left = row_bytes, checksums
+
+    def __call__(self, rows: memoryview) -> None:
+        count = len(rows) // self._row_bytes
+        with self._left[:count] as checksums:
+            target = ffi.from_buffer("uint32_t[]", checksums, require_writable=True)
+            lib.np_row_checksums(ffi.from_buffer(rows), self._row_bytes, count, target)
+            ffi.release(target)
+        rest = self._left[count:]
+        self._left.release()
+        self._left = rest
 
 
 def _open_reader(package: Package, flash: Flash) -> Any:

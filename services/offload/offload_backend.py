@@ -10,7 +10,7 @@ from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.steps.backend import Placement
 from neuronpipe.services.worker.cpu import CpuBackend
-from neuronpipe.services.worker.participant import View
+from neuronpipe.services.worker.participant import EmbeddingRows, View
 
 
 class OffloadBackend(CpuBackend):
@@ -44,6 +44,7 @@ class OffloadBackend(CpuBackend):
         stages = ("residual", "queries", "attention", "hidden", "partials", "changes", "ranks", "predicted", "claims")
         return View(
             fixed=tensors,
+            embedding_rows=EmbeddingRows.of(package, memory.view("fixed", "embedding_checksums")),
             **{name: stage(name) for name in stages},
             barrier=stage("barriers"),
             logits=memory.view("exchange", "logits"),

@@ -28,7 +28,7 @@ def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -
         value_slots=memory.value_slots,
         trigger_slot_bytes=slots.trigger_bytes,
         value_slot_bytes=slots.value_bytes,
-        fixed_bytes=segments["fixed"].layout["file"].total_bytes + segments["fixed"].layout["predictor"].total_bytes,
+        fixed_bytes=memory.fixed_bytes,
         kv_bytes=segments["kv"].layout["kv"].total_bytes,
         step_bytes=step_bytes(package, predicts=compute.mode == "predicted" or compute.hints),
         row_bytes=neuron_row_bytes(manifest),

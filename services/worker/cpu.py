@@ -27,7 +27,7 @@ from neuronpipe.services.runtime.run_memory import Rings
 from neuronpipe.services.runtime.trace import Trace
 from neuronpipe.services.steps.backend import Abandoned, Phase, Placement, Share, StepWork
 from neuronpipe.services.worker.external_products import Multiply
-from neuronpipe.services.worker.participant import EngineConfig, Participant, View
+from neuronpipe.services.worker.participant import EmbeddingRows, EngineConfig, Participant, View
 from neuronpipe.services.worker.step_channel import Lane
 
 Stage = Callable[[str], memoryview]
@@ -118,6 +118,7 @@ class CpuBackend:
             tensors |= {name: predictor[entry.start : entry.stop] for name, entry in package.predictor.items()}
         return View(
             fixed=tensors,
+            embedding_rows=EmbeddingRows.of(package, memory.view("fixed", "embedding_checksums")),
             residual=stage("residual"),
             queries=stage("queries"),
             attention=stage("attention"),

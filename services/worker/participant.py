@@ -7,11 +7,15 @@ one per matrix product where those are computed externally.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.steps.backend import Abandoned, Damaged, StepWork
 from neuronpipe.services.steps.step_counters import PARTS, counters_by_name
@@ -25,6 +29,24 @@ OFFLOADED_MATRICES = {
     "output": lib.NP_OFFLOAD_OUTPUT,
 }
 """Matrices that can be offloaded besides blocks, by their names in a plan. The engine refuses other bits."""
+
+
+@frozen(kw_only=True)
+class EmbeddingRows:
+    """The embedding's quants that stay on flash: their file, the offset of row 0, and a CRC-32C of each row."""
+
+    path: Path
+    offset_bytes: int
+    row_bytes: int
+    checksums: Any  # [vocabulary]
+
+    @classmethod
+    def of(cls, package: Package, checksums: Any) -> EmbeddingRows | None:
+        """Return the rows of a package's embedding; None if there are no checksums: the embedding is in memory."""
+        if not len(checksums):
+            return None
+        entry = package.embedding_quants
+        return cls(path=package.fixed_path, offset_bytes=entry.start, row_bytes=entry.row_bytes, checksums=checksums)
 
 
 @frozen(kw_only=True)
@@ -64,6 +86,7 @@ class View:
     activity: Any
     inputs: Any = None  # with external matrix products
     outputs: Any = None  # with external matrix products, or with offloaded matrices
+    embedding_rows: EmbeddingRows | None = None  # None: the embedding is in memory
 
 
 @frozen(kw_only=True)
@@ -102,6 +125,19 @@ def create_engine(shape: Any, fixed: Any, shared: Any, config: Any) -> Any:
     raise ValueError(f"the engine refuses `{field}`: it is out of its range, or contradicts another field")
 
 
+def _open_rows(rows: EmbeddingRows | None, keep: list[Any]) -> Any:
+    """Return the np_row_file of an embedding on flash, NULL for one in memory. Raises UserError."""
+    if rows is None:
+        return ffi.NULL
+    checksums, error = ffi.from_buffer("uint32_t[]", rows.checksums), ffi.new("int *")
+    keep.append(checksums)
+    path, place = os.fsencode(rows.path), (rows.offset_bytes, rows.row_bytes, len(checksums))
+    opened = lib.np_row_file_open(path, *place, checksums, error)
+    if opened == ffi.NULL:
+        raise UserError(f"{rows.path}: cannot be opened for reading (errno {error[0]})")
+    return opened
+
+
 class Participant:
     """The engine of one participant, used by one thread. Close it before the segments are unmapped."""
 
@@ -119,6 +155,7 @@ class Participant:
         )
         tensors = NativeTensors(manifest, view.fixed, self._pointer, self._keep)
         fixed = tensors.fixed(predicts=config.predicts, thresholded=config.thresholded)
+        fixed.embedding_rows = self._embedding_rows = _open_rows(view.embedding_rows, self._keep)
         shared = self._native_shared(view)
         native_config = ffi.new(
             "np_engine_config *",
@@ -134,7 +171,8 @@ class Participant:
     def close(self) -> None:
         """Free the engine. It cannot be used afterwards."""
         lib.np_engine_destroy(self._engine)
-        self._engine = ffi.NULL
+        lib.np_row_file_close(self._embedding_rows)
+        self._engine = self._embedding_rows = ffi.NULL
         self._keep.clear()
 
     def compute(self, work: StepWork, multiply: Multiply | None = None) -> None:
@@ -246,6 +284,11 @@ class Participant:
             raise Abandoned
         if result == lib.NP_E_DAMAGED:
             raise Damaged(self._describe_damage())
+        if result == lib.NP_E_IO:
+            raise Damaged(
+                "fixed.safetensors: a row of `embedding` cannot be read or does not match its checksum; convert the "
+                "model again or copy the package again"
+            )
         raise ValueError(f"the engine refused its arguments ({result})")
 
     def _describe_damage(self) -> str:
@@ -294,7 +337,8 @@ class Participant:
             "barrier": "np_barrier *",
         }
         structures = {"requests": view.requests[0], "trace": view.trace[0]}
-        names = [field.name for field in dataclasses.fields(View) if field.name not in ("fixed", *structures)]
+        apart = ("fixed", "embedding_rows", *structures)
+        names = [field.name for field in dataclasses.fields(View) if field.name not in apart]
         pointers = {name: self._pointers(kinds.get(name, "float *"), getattr(view, name)) for name in names}
         shared = ffi.new("np_shared *", pointers | structures)
         self._keep += [shared, view.requests, view.trace]

@@ -22,6 +22,7 @@ from neuronpipe.protocol.run_directory import RunDirectory
 from tests.bench.npu_pipeline import prefill_figures
 from tests.conformance.specs import SPECS, write_package
 from tests.faults.kills import kill_in_a_step
+from tests.flash_embedding import leave_embedding_on_flash
 from tests.moved_scales import move_scales
 from tests.npu_device import DEVICE
 from tests.pipeline import SLOWER, Run, Shell, compiled_engine
@@ -96,9 +97,18 @@ def computed(shell: Shell, package: Path, plan: Path, prompt: Any, *options: str
 
 
 def agree(
-    shell: Shell, program: Path, package: Path, prompt: Any, provider: str = "cpu", *, moved: bool = False
+    shell: Shell,
+    program: Path,
+    package: Path,
+    prompt: Any,
+    provider: str = "cpu",
+    *,
+    moved: bool = False,
+    embedding_on_flash: bool = False,
 ) -> None:
     plan = planned(shell, package, "--backend", f"prefill=onnx:{provider}")
+    if embedding_on_flash:
+        leave_embedding_on_flash(plan, Package.open(package).manifest)
     if moved:
         move_scales(plan, Package.open(package).manifest)
     ours = computed(shell, package, plan, prompt)
@@ -128,6 +138,11 @@ def test_it_finds_scales_that_the_plan_moves(shell: Shell, program: Path, tmp_pa
     package = write_package(tmp_path / "package", MODELS["a mixture"], "q4")
     prompt = np.random.default_rng(4).integers(1, 50, 150).tolist()
     agree(shell, program, package.path, prompt, moved=True)
+
+
+def test_it_reads_an_embedding_that_stays_on_flash(shell: Shell, program: Path, tmp_path: Path) -> None:
+    package = write_package(tmp_path / "package", MODELS["layers without a router"], "q4")
+    agree(shell, program, package.path, list(range(1, 41)), embedding_on_flash=True)
 
 
 def test_the_emulated_processor_gives_it_the_same_bits(shell: Shell, program: Path, tmp_path: Path) -> None:

@@ -269,6 +269,32 @@ static void write_file(void)
     REQUIRE(fsync(file) == 0);
 }
 
+/* Rows of every place in a block, the last ones of the file, rows behind its end, and a changed checksum. */
+static void test_rows_of_a_matrix(void)
+{
+    enum { OFFSET = 72, ROW_BYTES = 1700, ROWS = (FILE_BYTES - OFFSET) / ROW_BYTES };
+    static uint32_t checksums[ROWS + 1];
+    int error = 0;
+    np_row_checksums(contents + OFFSET, ROW_BYTES, ROWS, checksums);
+    np_row_file *rows = np_row_file_open(path, OFFSET, ROW_BYTES, ROWS + 1, checksums, &error);
+    REQUIRE(rows);
+    for (uint32_t row = 0; row < ROWS; row++) {
+        const uint8_t *bytes = np_row_file_read(rows, row * 31 % ROWS);
+        REQUIRE(bytes && memcmp(bytes, contents + OFFSET + (size_t)(row * 31 % ROWS) * ROW_BYTES, ROW_BYTES) == 0);
+    }
+    REQUIRE(!np_row_file_read(rows, ROWS));     /* the file ends within it */
+    REQUIRE(!np_row_file_read(rows, ROWS + 1)); /* no row of the matrix */
+    checksums[3]++;
+    REQUIRE(!np_row_file_read(rows, 3));
+    REQUIRE(np_row_file_read(rows, 4));
+    np_row_file_close(rows);
+    np_row_file_close(NULL);
+    REQUIRE(!np_row_file_open("/nowhere/at/all", 0, ROW_BYTES, ROWS, checksums, &error));
+    REQUIRE_EQUAL(error, ENOENT);
+    REQUIRE(!np_row_file_open(path, 0, 0, ROWS, checksums, &error));
+    REQUIRE_EQUAL(error, EINVAL);
+}
+
 int main(void)
 {
     static const char *const engines[] = {"io_uring", "threads"};
@@ -297,6 +323,7 @@ int main(void)
     test_forbidden_io_uring(SECCOMP_RET_ERRNO | EPERM);
     test_forbidden_io_uring(SECCOMP_RET_TRAP);
     test_crc32c();
+    test_rows_of_a_matrix();
     free(buffer);
     printf("flash: all passed\n");
     return 0;

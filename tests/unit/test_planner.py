@@ -664,3 +664,44 @@ def test_units_of_reading_are_told_for_each_mode_and_residency() -> None:
     assert exact[0]["planes_us"] < exact[0]["interleaved_us"]  # gates that do not fit, with nothing between them
     assert exact[-1]["unit"] == "part"
     assert exact[-1]["planes_us"] == exact[-1]["interleaved_us"]
+
+
+def untied(*, tied: bool = False) -> Manifest:
+    """A mixture's size of an embedding: 64 MiB in q8, of 112 MiB of neurons."""
+    plain = manifest(width=1024, neurons=4096, layers=9)
+    model = dataclasses.replace(plain.model, vocabulary=65536, tied_embeddings=tied)
+    fixed = FileEntry(200 * MIB, "0" * 64)
+    return dataclasses.replace(plain, model=model, files=plain.files | {"fixed.safetensors": fixed}).sealed()
+
+
+def test_the_embedding_stays_on_flash_where_slots_lack_its_memory() -> None:
+    m, facts = untied(), device()
+    least = least_bytes(m, facts)
+    short, ample = (make_plan(m, facts, PlanOptions(memory_bytes=limit)) for limit in (least + 40 * MIB, 4 * GIB))
+    assert short.compute.embedding_on_flash
+    assert not ample.compute.embedding_on_flash
+    assert 63 * MIB <= ample.memory.fixed_bytes - short.memory.fixed_bytes <= 64 * MIB
+    assert any("the embedding stays on flash: 64 MiB more for neurons" in reason for reason in short.reasons)
+    layouts = [run_layouts(m, plan)["fixed"] for plan in (short, ample)]
+    assert [layout["embedding_checksums"].shape for layout in layouts] == [(65536,), (0,)]
+    tied = make_plan(untied(tied=True), facts, PlanOptions(memory_bytes=least_bytes(untied(tied=True), facts)))
+    assert not tied.compute.embedding_on_flash
+
+
+def test_an_embedding_returns_to_memory_where_all_slots_fit_as_well() -> None:
+    m, facts = untied(), device()
+    most = make_plan(m, facts, PlanOptions(memory_bytes=4 * GIB)).memory.total_bytes()
+    limits = range(least_bytes(m, facts), most + 80 * MIB, 8 * MIB)
+    plans = [make_plan(m, facts, PlanOptions(memory_bytes=limit)) for limit in limits]
+    on_flash = [plan.compute.embedding_on_flash for plan in plans]
+    assert on_flash == sorted(on_flash, reverse=True)
+    last, first = plans[on_flash.index(False) - 1], plans[on_flash.index(False)]
+    assert (last.memory.value_slots, first.memory.value_slots) == (m.clusters, m.clusters)
+    assert first.expected.tokens_per_s >= last.expected.tokens_per_s
+
+
+def test_a_residency_that_memory_allows_leaves_the_embedding_in_memory() -> None:
+    m, facts = untied(), device()
+    assert not make_plan(m, facts, PlanOptions(ffn_resident_share=0.5, memory_bytes=4 * GIB)).compute.embedding_on_flash
+    tight = PlanOptions(ffn_resident_share=0.5, memory_bytes=least_bytes(m, facts) + 30 * MIB)
+    assert make_plan(m, facts, tight).compute.embedding_on_flash

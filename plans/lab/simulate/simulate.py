@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from neuronpipe.plans.cost.activation_rates import rates
-from neuronpipe.plans.cost.token_time import expected, known_before_attention, shares_core
+from neuronpipe.plans.cost.io_wait import known_before_attention
+from neuronpipe.plans.cost.token_time import expected, shares_core
 from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.lab.devices.device_file import DeviceModel
 from neuronpipe.plans.lab.shapes.models import SimulatedModel, model_of

@@ -287,18 +287,36 @@ void Job::open_fixed()
         layer.key_norm = vector_named(name + "key_norm", static_cast<size_t>(s.joint_norm ? s.key_heads : 1) * s.head_width);
         layer.router = vector_named(name + "router", static_cast<size_t>(layer.routed_experts) * s.width);
     }
-    fixed.embedding = matrix("embedding", s.vocabulary, s.width);
-    fixed.output = json_truth(manifest_, "model/tied_embeddings") ? fixed.embedding : matrix("output", s.vocabulary, s.width);
-    fixed.output_norm = norm("output_norm");
-    fixed.inverse_frequency = vector_named("rope.inverse_frequency", s.head_width / 2);
+    fixed_.embedding = matrix("embedding", s.vocabulary, s.width);
+    fixed_.output = json_truth(manifest_, "model/tied_embeddings") ? fixed_.embedding : matrix("output", s.vocabulary, s.width);
+    fixed_.output_norm = norm("output_norm");
+    fixed_.inverse_frequency = vector_named("rope.inverse_frequency", s.head_width / 2);
     const size_t positions = number(manifest_, "model/context_tokens");
-    fixed.position_embedding = vector_named("position_embedding", positions * s.width);
-    fixed.layers = layers_.data();
+    fixed_.position_embedding = vector_named("position_embedding", positions * s.width);
+    fixed_.layers = layers_.data();
     require_all_used();
 }
 
+np_fixed Job::fixed() const
+{
+    np_fixed own = fixed_;
+    size_t rows[2] = {};
+    const void *checksums = segment_field(&fixed_segment_, "embedding_checksums", rows);
+    if (!rows[0])
+        return own;
+    const std::string path = std::string(run_environment("PACKAGE")) + "/fixed.safetensors";
+    const uint8_t *file = static_cast<const uint8_t *>(segment_field(&fixed_segment_, "file", nullptr));
+    const uint64_t offset = static_cast<uint64_t>(static_cast<const uint8_t *>(own.embedding.quants) - file);
+    int error = 0;
+    own.embedding_rows = np_row_file_open(path.c_str(), offset, static_cast<uint32_t>(np_quant_bytes(own.embedding.type, shape.width)), shape.vocabulary,
+                                          static_cast<const uint32_t *>(checksums), &error);
+    if (!own.embedding_rows)
+        run_fail("fixed.safetensors", "cannot be opened for reading; convert the model again");
+    return own;
+}
+
 /* ---- the job --------------------------------------------------------------------------------------------------------- */
-Job::Job() : run_directory(run_environment("RUN")), fixed()
+Job::Job() : run_directory(run_environment("RUN"))
 {
     run_file_ = run_read_file(run_directory.c_str(), "run.json", nullptr);
     plan_ = run_read_file(run_directory.c_str(), "plan.json", nullptr);

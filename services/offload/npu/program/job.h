@@ -16,11 +16,11 @@ public:
 
     /* The engine's arguments for a participant. number: the thread's, from 0. */
     np_shared shared(uint32_t number) const;
+    np_fixed fixed() const;       /* with rows of the embedding of its own, if the embedding stays on flash */
     np_engine_config config(uint32_t product_blocks) const;
 
     std::string run_directory;
     np_shape shape;
-    np_fixed fixed;
     uint32_t threads;             /* participants of this process's steps */
     uint32_t max_tokens;          /* maximum of one step */
     uint32_t logit_rows, sequences;
@@ -34,7 +34,7 @@ public:
     uint16_t *kv;
     std::vector<float> inputs, outputs; /* of external products */
 
-    /* Wait until the loader has verified and sealed the fixed tensors, and set `fixed`. */
+    /* Wait until the loader has verified and sealed the fixed tensors, and find them. */
     void open_fixed();
 
 private:
@@ -51,6 +51,7 @@ private:
     const char *run_file_, *plan_, *manifest_;
     segment fixed_segment_, slots_, residency_, kv_segment_, exchange_, trace_, stage_;
     np_shared shared_ = {};
+    np_fixed fixed_ = {};
     bool bundle_, prefetch_, pipeline_;
     uint32_t spin_us_;
     uint32_t first_window_, windows_;

@@ -10,7 +10,8 @@ Participants::Participants(Job &job, Products &products, uint32_t product_blocks
     for (uint32_t n = 0; n < job.threads; n++) {
         const char *wrong = nullptr;
         const np_shared shared = job.shared(n);
-        engines_.push_back(np_engine_create(&job.shape, &job.fixed, &shared, &config, &wrong));
+        const np_fixed fixed = job.fixed();
+        engines_.push_back(np_engine_create(&job.shape, &fixed, &shared, &config, &wrong));
         if (!engines_.back())
             run_fail(wrong ? wrong : "memory", wrong ? "the engine refuses it: it is out of its range, or contradicts another field"
                                                        : "the engine's private memory could not be allocated");
