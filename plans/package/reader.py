@@ -148,21 +148,21 @@ class Package:
         name: str,
         into: memoryview,
         *,
-        left: TensorEntry | None = None,
+        skipped: TensorEntry | None = None,
         pass_rows: Callable[[memoryview], None] | None = None,
     ) -> None:
         """Read a whole file into memory of its size. Raises UserError if it cannot be read or differs from its hash in
         the manifest.
 
-        left: a tensor whose place in memory is not written
-        pass_rows: receives the rows of `left`, some at a time
+        skipped: a tensor whose place in memory is not written
+        pass_rows: receives the rows of `skipped`, some at a time
         """
         file, digest, at = self.path / name, hashlib.sha256(), 0
         try:
             # A thread hashes a piece while the next is read: both take about the same time.
             with ThreadPoolExecutor(1) as hashing:
-                for piece in passing(file, _targets(into, left)):
-                    if left is not None and left.start <= at < left.stop:
+                for piece in passing(file, _targets(into, skipped)):
+                    if skipped is not None and skipped.start <= at < skipped.stop:
                         hashed = hashing.submit(digest.update, piece)
                         if pass_rows is not None:
                             pass_rows(piece)
@@ -237,15 +237,15 @@ def neurons_file(directory: Path) -> Path | None:
     return Path(max(files, key=lambda file: file.bytes).path) if files else None
 
 
-def _targets(into: memoryview, left: TensorEntry | None) -> Iterator[memoryview]:
-    """Yield memory for a file's pieces: blocks of `into`, and for the rows of `left` memory that is reused."""
-    if left is None:
+def _targets(into: memoryview, skipped: TensorEntry | None) -> Iterator[memoryview]:
+    """Yield memory for a file's pieces: blocks of `into`, and for the rows of `skipped` memory that is reused."""
+    if skipped is None:
         yield from _blocks(into, 0, len(into))
         return
-    rows = memoryview(bytearray(max(1, BLOCK_BYTES // left.row_bytes) * left.row_bytes))
-    yield from _blocks(into, 0, left.start)
-    yield from (rows[: left.stop - at] for at in range(left.start, left.stop, len(rows)))
-    yield from _blocks(into, left.stop, len(into))
+    rows = memoryview(bytearray(max(1, BLOCK_BYTES // skipped.row_bytes) * skipped.row_bytes))
+    yield from _blocks(into, 0, skipped.start)
+    yield from (rows[: skipped.stop - at] for at in range(skipped.start, skipped.stop, len(rows)))
+    yield from _blocks(into, skipped.stop, len(into))
 
 
 def _blocks(into: memoryview, start: int, stop: int) -> Iterator[memoryview]:

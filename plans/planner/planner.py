@@ -108,7 +108,7 @@ SNAPSHOT_SHARE = 1 / 16  # of the memory limit that they take at most
 
 @frozen
 class _Fitted:
-    """What fits a memory limit: the prefill chunk, the reads, the memory budget with both, and the slots."""
+    """The part of a plan that fits a memory limit: prefill chunk, reads, the memory budget with both, slots."""
 
     chunk_tokens: int
     read_sizes: ReadSizes

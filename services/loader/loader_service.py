@@ -56,7 +56,7 @@ def load_fixed(package: Package, segment: Segment) -> None:
         embedding = package.embedding_quants if len(checksums) else None
         for name, target in loaded.items():
             if name == FIXED and embedding is not None:
-                package.load(name, target, left=embedding, pass_rows=_RowChecksums(embedding.row_bytes, checksums))
+                package.load(name, target, skipped=embedding, pass_rows=_RowChecksums(embedding.row_bytes, checksums))
             else:
                 package.load(name, target)
         for target in (*targets.values(), checksums):
@@ -68,23 +68,23 @@ class _RowChecksums:
     """Stores the CRC-32C of each row that is passed to it, one after the other."""
 
     def __init__(self, row_bytes: int, checksums: memoryview) -> None:
-        self._row_bytes, self._left = row_bytes, checksums
+        self._row_bytes, self._checksums = row_bytes, checksums
 
     def __call__(self, rows: memoryview) -> None:
         count = len(rows) // self._row_bytes
-        with self._left[:count] as checksums:
+        with self._checksums[:count] as checksums:
             target = ffi.from_buffer("uint32_t[]", checksums, require_writable=True)
             lib.np_row_checksums(ffi.from_buffer(rows), self._row_bytes, count, target)
             ffi.release(target)
-        rest = self._left[count:]
-        self._left.release()
-        self._left = rest
+        following = self._checksums[count:]
+        self._checksums.release()
+        self._checksums = following
 
 
 def _open_reader(package: Package, flash: Flash) -> Any:
     """Return an np_reader of the files with neurons. Raises UserError if one cannot be opened."""
     experts = package.manifest.source_experts
-    first, *others = map(str, package.neuron_files)
+    first, *further = map(str, package.neuron_files)
     depth = flash.depth + flash.warm_up_reads if experts is None else lib.NP_SOURCE_READS * flash.depth
     error = ffi.new("int *")
     reader = lib.np_reader_open(os.fsencode(first), flash.engine.encode(), depth, error)
@@ -93,7 +93,7 @@ def _open_reader(package: Package, flash: Flash) -> Any:
         reader = lib.np_reader_open(os.fsencode(first), b"threads", depth, error)
     if reader == ffi.NULL:
         raise UserError(f"{first}: cannot be opened for reading (errno {error[0]})")
-    for path in others:
+    for path in further:
         if (number := lib.np_reader_add(reader, os.fsencode(path))) < 0:
             raise UserError(f"{path}: cannot be opened for reading (errno {-number})")
     return reader
