@@ -93,7 +93,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="largest share of the feed-forward weights to keep in memory, e.g. 50%%",
     )
-    group.add_argument("--context", type=parse_count, metavar="TOKENS", help="context length (default: the package's)")
+    group.add_argument(
+        "--context",
+        type=parse_count,
+        metavar="TOKENS",
+        help="context length (default: the package's, less if its KV cache would take over an eighth of memory)",
+    )
     group.add_argument(
         "--sequences",
         type=parse_count,

@@ -14,6 +14,7 @@ from neuronpipe.plans.inspect import parameters
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.plans.planner.candidates import USUAL
+from neuronpipe.plans.planner.context_choice import MIN_CONTEXT_TOKENS
 from neuronpipe.plans.planner.plan_options import LimitTooSmall
 from neuronpipe.plans.pull.catalog import CatalogModel
 from neuronpipe.protocol.errors import UserError
@@ -24,7 +25,7 @@ MIN_USABLE_TOKENS_PER_S = 4.0
 """About the pace of reading: 200 words a minute, of 1.2 tokens each."""
 MAX_USABLE_FIRST_TOKEN_S = 30.0
 """The longest usable wait for the first token after a prompt of PROMPT_TOKENS."""
-DEFAULT_CONTEXT_TOKENS = 4096
+DEFAULT_CONTEXT_TOKENS = MIN_CONTEXT_TOKENS
 """The context of the estimates. The whole context of a model can take more memory than its weights."""
 
 

@@ -23,6 +23,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import ACCELERATOR, Mode, Plan
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.plans.planner.candidates import ANSWER, USUAL, SearchResult, Space
+from neuronpipe.plans.planner.context_choice import context_reason, default_context
 from neuronpipe.plans.planner.device_facts import DeviceFacts, device_facts
 from neuronpipe.plans.planner.mode_choice import allowed_modes
 from neuronpipe.plans.planner.plan_options import PlanOptions as PlannerOptions
@@ -64,10 +65,14 @@ def search_plan(
 
     Raises UserError if nothing fits the options.
     """
+    sequences = 1 if options.sequences is None else options.sequences
+    context_tokens = options.context_tokens or default_context(
+        subject.manifest.model, _limit_bytes(subject.device, options), sequences
+    )
     requirements = PlannerOptions(
         ffn_resident_share=options.ffn_resident_share,
-        context_tokens=options.context_tokens,
-        sequences=1 if options.sequences is None else options.sequences,
+        context_tokens=context_tokens,
+        sequences=sequences,
         without=options.without,
         baseline=options.baseline,
         hints=options.hints,
@@ -84,6 +89,8 @@ def search_plan(
         open_choice = dataclasses.replace(chosen.options, offloaded_blocks=None, offloaded_matrices=None)
         plan = plan_for_sequences(subject.manifest, chosen.device, open_choice, frequencies)
     reasons = [*outcome.result.reasons(), *outcome.reasons]
+    if options.context_tokens is None and context_tokens < subject.manifest.model.context_tokens:
+        reasons.append(context_reason(subject.manifest.model, context_tokens, sequences))
     if subject.prompts.reason:
         reasons.append(subject.prompts.reason)
     if target_speed is not None:
@@ -92,6 +99,13 @@ def search_plan(
             f"to within {PRECISION:.0%}, and {PROMPT_ALLOWANCE:.0%} for prompts"
         )
     return outcome.search, outcome.result, dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
+
+
+def _limit_bytes(device: Device, options: PlanOptions) -> int:
+    """Return the memory limit of the options; without one, that of a run that uses what is available."""
+    if options.follows_available_memory:
+        return followed_limit_bytes(device)
+    return options.memory_bytes or device_facts(device).memory_bytes
 
 
 def quick_plan(subject: Subject, options: PlanOptions, limit_bytes: int) -> tuple[Plan, int]:

@@ -7,14 +7,15 @@ are written as float32 [tokens, vocabulary]; they are read from shared memory wh
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from pathlib import Path
 
 from neuronpipe.launch.arguments import plan_arguments as planning
 from neuronpipe.launch.perplexity import read_tokens, score_with_run
-from neuronpipe.launch.planning.package_argument import add_package_argument
-from neuronpipe.launch.planning.plan import package_and_plan
+from neuronpipe.launch.planning.package_argument import add_package_argument, open_package
+from neuronpipe.launch.planning.plan import plan_here
 
 COMMON_OPTIONS = ("package", "text", "path", "output", "tokens", *planning.COMMON, "mode", "json")
 
@@ -34,8 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    package, plan = package_and_plan(arguments.package, planning.plan_options(arguments), plain=arguments.json)
-    tokens = read_tokens(arguments.text, package, arguments.tokens)
+    package = open_package(arguments.package, plain=arguments.json)
+    tokens, options = read_tokens(arguments.text, package, arguments.tokens), planning.plan_options(arguments)
+    if options.context_tokens is None and options.plan_file is None:
+        # The text's perplexity must not depend on memory, as the default context does.
+        whole_tokens = min(len(tokens), package.manifest.model.context_tokens)
+        options = dataclasses.replace(options, context_tokens=whole_tokens)
+    plan = plan_here(package, options, plain=arguments.json).plan
     nll = score_with_run(package, plan, tokens, path=arguments.path, plain=arguments.json, output=arguments.output)
     mean = math.fsum(nll) / len(nll)
     result = {

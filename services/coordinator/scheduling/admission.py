@@ -32,6 +32,7 @@ class Limits:
     offloaded_matrices: tuple[str, ...] = ()
     state_slots: int = 0
     draft_tokens: int = 0
+    model_context_tokens: int = 0  # what a run of this model may have at most; 0: no more than this one has
 
     @classmethod
     def of(cls, job: Job) -> Limits:
@@ -40,6 +41,7 @@ class Limits:
             mode=compute.mode,
             sequences=compute.sequences,
             context_tokens=compute.context_tokens,
+            model_context_tokens=manifest.model.context_tokens,
             prefill_chunk_tokens=compute.prefill_chunk_tokens,
             logit_rows=compute.logit_rows,
             state_slots=compute.state_slots,
@@ -145,10 +147,17 @@ class Admission:
         if len(tokens) < min_tokens:
             raise _Refusal("bad_request", "the prompt is empty; give at least one token")
         if len(tokens) > limit:
-            raise _Refusal("too_long", f"{limit_text}; the prompt has {len(tokens)}, shorten it")
+            raise _Refusal("too_long", f"{limit_text}; the prompt has {len(tokens)}, {self._how_to_fit}")
         if max(tokens, default=0) >= self._limits.vocabulary or min(tokens, default=0) < 0:
             raise _Refusal("bad_request", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
         return tokens
+
+    @property
+    def _how_to_fit(self) -> str:
+        """The advice to whoever sends a prompt that is too long."""
+        if self._limits.context_tokens >= self._limits.model_context_tokens:
+            return "shorten it"
+        return f"shorten it, or start the run with --context, up to {self._limits.model_context_tokens}"
 
     def _encode(self, ask: Generate | Score | Tokenize, limit_text: str) -> list[int]:
         """Return the tokens of a text. Raises _Refusal.
@@ -160,7 +169,8 @@ class Admission:
         text_bytes = len((text or "").encode(errors="replace"))
         if text_bytes > self._limits.context_tokens * self._tokenizer.longest_token_bytes:
             problem = (
-                f"{limit_text}; the prompt has {text_bytes} bytes, more than that many tokens can have; shorten it"
+                f"{limit_text}; the prompt has {text_bytes} bytes, more than that many tokens can have; "
+                f"{self._how_to_fit}"
             )
             raise _Refusal("too_long", problem)
         try:
