@@ -31,6 +31,7 @@ from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.models.family import Architecture, Choices
 from neuronpipe.plans.models.registry import ARCHITECTURES
 from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.models.unsupported import MISSING_BY_ARCHITECTURE
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.package.safetensors_header import TensorEntry, parse_header
 from neuronpipe.plans.strict_json import Record, one_line, read_json
@@ -151,6 +152,8 @@ def _with_factor(model: ModelSpec, frequencies: NDArray[np.float32], factor: flo
 
 def _architecture(config: Record) -> str:
     names = config.items("architectures")
+    if len(names) == 1 and (missing := MISSING_BY_ARCHITECTURE.get(str(names[0]))) is not None:
+        config.fail("architectures", f"{quoted(names)} is not supported: it needs {missing}")
     if len(names) != 1 or names[0] not in tuple(ARCHITECTURES):
         config.fail(
             "architectures",

@@ -23,6 +23,7 @@ from neuronpipe.plans.models import (
     lfm2,
     llama,
     minicpm,
+    mistral3,
     mixtral,
     nemotron,
     nemotron_h,
@@ -75,6 +76,7 @@ FAMILIES: Mapping[str, Family] = {
         gpt_neox.FAMILY,
         bailing.FAMILY,
         olmo.FAMILY,
+        mistral3.FAMILY,
     )
 }
 

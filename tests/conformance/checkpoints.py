@@ -56,6 +56,7 @@ MODEL_TYPES = {
     "SmallThinkerForCausalLM": "smallthinker",
     "BambooForCausalLM": "mistral",
     "MistralForCausalLM": "mistral",
+    "Ministral3ForCausalLM": "ministral3",
     "NemotronForCausalLM": "nemotron",
     "ArceeForCausalLM": "arcee",
     "MiniCPMForCausalLM": "minicpm",
@@ -651,6 +652,17 @@ RECIPES = {
         ),
         Recipe(
             "olmo", "OlmoForCausalLM", "silu", 128, 200, 3, 4, 2, 32, dtype="BF16", config={"clip_qkv": 1.25},
+        ),
+        Recipe(
+            "ministral3", "Ministral3ForCausalLM", "silu", 160, 270, 3, 5, 1, 32, dtype="BF16",
+            config={
+                "max_position_embeddings": 1024, "sliding_window": None,
+                "rope_parameters": {
+                    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 8.0,
+                    "original_max_position_embeddings": 128, "max_position_embeddings": 1024, "beta_fast": 8.0,
+                    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+                },
+            },
         ),
         Recipe("olmo unclipped", "OlmoForCausalLM", "silu", 96, 150, 2, 3, 3, 32, tied=True),
         Recipe(

@@ -10,8 +10,8 @@ from neuronpipe.launch.planning.search import Subject, search_plan
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.planner.context_choice import default_context
 
-from tests.unit.test_planner import MIB, manifest
 from tests.unit.test_phone_plan import PHONE
+from tests.unit.test_planner import MIB, manifest
 
 # 40 KiB for each token, 10 GiB for its whole context.
 LONG = ModelSpec(

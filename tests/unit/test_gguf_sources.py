@@ -110,10 +110,16 @@ def test_an_unknown_tensor_is_not_ignored(tmp_path: Path) -> None:
     refuse(write_gguf(tmp_path / "m.gguf", TINY, extra=extra), r"attn_r_norm\.weight: a tensor that this architecture")
 
 
-@pytest.mark.parametrize("name", ["gemma", "bitnet", "bamboo", "mamba2", "generic.gpu_index"])
+@pytest.mark.parametrize("name", ["gemma", "bamboo", "generic.gpu_index"])
 def test_another_architecture_is_refused(name: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", TINY, architecture=name)
     refuse(path, rf"general\.architecture: '{name}' is not supported; llama")
+
+
+@pytest.mark.parametrize(("name", "missing"), [("bitnet", "ternary weights"), ("mamba2", "layers without a feed-")])
+def test_a_known_architecture_is_refused_with_what_it_needs(name: str, missing: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", TINY, architecture=name)
+    refuse(path, rf"general\.architecture: '{name}' is not supported: it needs {missing}")
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
         "Qwen2MoeConfig",
         "OlmoeConfig",
         "OlmoConfig",
+        "Ministral3Config",
         "MiniMaxM2Config",
         "Ernie4_5_MoeConfig",
         "HunYuanMoEV1Config",
@@ -220,8 +221,12 @@ def test_biases_that_the_class_would_leave_out_are_not_ignored(fields: dict[str,
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "a known architecture": (
+        {"architectures": ["BitNetForCausalLM"]},
+        r"architectures: .* is not supported: it needs ternary weights",
+    ),
     "another architecture": (
-        {"architectures": ["BloomForCausalLM"]},
+        {"architectures": ["DbrxForCausalLM"]},
         r"architectures: .*is not supported; \d+ classes are: see plans/models/README.md",
     ),
     "no architecture": ({"architectures": ...}, "architectures: missing"),

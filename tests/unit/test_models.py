@@ -147,6 +147,7 @@ def test_the_readme_says_of_every_class_what_was_tried() -> None:
         ("glm4moe groups", {"topk_group": 1, "num_experts_per_tok": 4}, "groups_per_token: 1 of 4 groups of 3 experts"),
         ("olmoe", {"clip_qkv": -8.0}, "clip_qkv: -8.0 is outside"),
         ("olmo", {"clip_qkv": 0}, "clip_qkv: 0 is outside"),
+        ("ministral3", {"sliding_window": 0}, "sliding_window: 0 is outside"),
         ("olmo", {"attention_bias": True}, "attention_bias: is true: not supported in this class"),
         ("ernie4_5moe", {"moe_layer_start_index": 9}, "moe_layer_start_index: is 9, so that no layer has experts"),
         ("hunyuan moe", {"moe_topk": [3, 3, 2]}, "moe_topk: .* differs between layers: not supported"),

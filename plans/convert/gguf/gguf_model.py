@@ -60,6 +60,7 @@ from neuronpipe.plans.models.spec import (
     SpecError,
     runs_of,
 )
+from neuronpipe.plans.models.unsupported import MISSING_BY_ARCHITECTURE
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.strict_json import Record, one_line
 from neuronpipe.protocol.errors import quoted
@@ -142,6 +143,8 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
 
 
 def _architecture(metadata: Record, name: str) -> tuple[Family, GgufArchitecture]:
+    if (missing := MISSING_BY_ARCHITECTURE.get(name)) is not None:
+        metadata.fail("general.architecture", f"{quoted(name)} is not supported: it needs {missing}")
     if name not in GGUF_ARCHITECTURES:
         metadata.fail("general.architecture", f"{quoted(name)} is not supported; {', '.join(GGUF_ARCHITECTURES)} are")
     return GGUF_ARCHITECTURES[name]

@@ -47,6 +47,7 @@ def main() -> None:
         transformers.Qwen2MoeConfig,
         transformers.OlmoeConfig,
         transformers.OlmoConfig,
+        transformers.Ministral3Config,
         transformers.Ernie4_5_MoeConfig,
         transformers.Dots1Config,
         transformers.HunYuanMoEV1Config,

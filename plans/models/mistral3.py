@@ -1,0 +1,103 @@
+"""Mistral Small 3.1 and 3.2, and Ministral 3: models like Mistral, most of them beside a vision tower.
+
+Ministral 3 multiplies queries by a factor that grows with the position from the end of YaRN's original context on. That
+factor is not supported, so the context ends there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from neuronpipe.plans.models.configuration import (
+    GATED_HARMLESS,
+    GATED_NAMES,
+    gated_activation,
+    gated_model,
+    refuse_biases,
+    sliding_windows,
+)
+from neuronpipe.plans.models.family import Architecture, Choices, Family
+from neuronpipe.plans.models.gemma import OTHER_TOWERS
+from neuronpipe.plans.models.llama import MISTRAL_DEFAULTS
+from neuronpipe.plans.models.spec import MAX, ModelSpec
+from neuronpipe.plans.strict_json import Record
+
+NAME = "mistral3"
+ORIGINAL = "original_max_position_embeddings"
+
+# Ministral3Config in transformers/models/ministral3/configuration_ministral3.py.
+MINISTRAL3_DEFAULTS = {
+    **MISTRAL_DEFAULTS,
+    "vocab_size": 131_072,
+    "num_hidden_layers": 34,
+    "head_dim": 128,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+}
+# The text configuration of Mistral3Config in transformers/models/mistral3/configuration_mistral3.py. Without a word
+# about it, the output is tied if the checkpoint has none.
+MISTRAL3_DEFAULTS = {
+    **MINISTRAL3_DEFAULTS,
+    "hidden_size": 5120,
+    "intermediate_size": 32_768,
+    "num_hidden_layers": 40,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1_000_000_000.0,
+    "tie_word_embeddings": None,
+}
+
+
+def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
+    refuse_biases(config, has)
+    if not config.has("tie_word_embeddings"):
+        is_tied = not any(map(has, ("lm_head.weight", "language_model.lm_head.weight")))
+        config = Record(
+            {**{name: config.value(name) for name in config.names()}, "tie_word_embeddings": is_tied}, config.where
+        )
+    return gated_model(
+        config,
+        _within_original(config, choices),
+        family=NAME,
+        activation=gated_activation(config, has, choices.activation),
+        windows=sliding_windows(config, reads_layer_types=False),
+        qkv_bias=False,
+    )
+
+
+def _within_original(config: Record, choices: Choices) -> Choices:
+    """Return the choices with a context in which no position has a factor of queries."""
+    if not config.has("rope_parameters"):
+        return choices
+    scaling = config.record("rope_parameters")
+    factor = "llama_4_scaling_beta"
+    if not scaling.has(factor) or not scaling.number(factor, 0.0, 1e3):
+        return choices
+    original = scaling.integer(ORIGINAL, 1, MAX.context_tokens)
+    if choices.context_tokens is not None and choices.context_tokens > original:
+        scaling.fail(factor, f"a context above {ORIGINAL}, {original}, needs factors of queries: not supported")
+    longest = config.integer("max_position_embeddings", 1, MAX.context_tokens)
+    return choices._replace(context_tokens=choices.context_tokens or min(original, longest))
+
+
+FAMILY = Family(
+    name=NAME,
+    architectures={
+        "Ministral3ForCausalLM": Architecture(
+            config_class="Ministral3Config",
+            defaults=MINISTRAL3_DEFAULTS,
+            read=_read,
+            names=GATED_NAMES,
+            harmless=GATED_HARMLESS,
+        ),
+        "Mistral3ForConditionalGeneration": Architecture(
+            config_class="Mistral3Config",
+            defaults=MISTRAL3_DEFAULTS,
+            read=_read,
+            names=GATED_NAMES,
+            harmless=rf"{GATED_HARMLESS}|{OTHER_TOWERS}",
+            part="text_config",
+        ),
+    },
+    gguf={},
+)

@@ -1,0 +1,65 @@
+"""Mistral Small 3.1 and Ministral 3: beside a vision tower, and within the context that needs no factor of queries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from neuronpipe.plans.convert.conversion import convert
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.reference.engine import ReferenceEngine
+from neuronpipe.protocol.errors import UserError
+
+from tests.conformance.checkpoints import RECIPES, tensors, tokens, write_checkpoint, write_safetensors
+from tests.conformance.test_golden_logits import GOLDEN
+
+RECIPE = RECIPES["ministral3"]
+
+
+def configure(source: Path, **changes: object) -> None:
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_the_language_model_beside_a_vision_tower_is_read_alone(
+    is_newer: bool, tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    def placed(name: str) -> str:
+        if not is_newer:
+            return f"language_model.{name}"
+        return name.replace("model.", "model.language_model.", 1)
+
+    source = write_checkpoint(tmp_path / "model", RECIPE)
+    stored = {placed(name): ("F32", value.shape, value.tobytes()) for name, value in tensors(RECIPE)}
+    for tensor in ("vision_tower.patch_conv.weight", "multi_modal_projector.linear_1.weight"):
+        stored[f"model.{tensor}" if is_newer else tensor] = ("F32", (2,), np.ones(2, np.float32).tobytes())
+    write_safetensors(source / "model.safetensors", stored)
+    text = json.loads((source / "config.json").read_text())
+    for key in ("architectures", "tie_word_embeddings"):
+        del text[key]
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": {}}
+    (source / "config.json").write_text(json.dumps({**outer, "text_config": text}))
+    package = convert(source, tmp_path / "package", quantization="f16")
+    assert package.manifest.model == converted("ministral3", "f16").manifest.model
+    assert np.abs(ReferenceEngine(package).run(tokens(RECIPE)).logits - GOLDEN["ministral3"]).max() < 1e-3
+
+
+def test_its_context_ends_where_queries_would_get_a_factor(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", RECIPE)
+    assert convert(source, tmp_path / "package", quantization="f16").manifest.model.context_tokens == 128
+    with pytest.raises(UserError, match=r"llama_4_scaling_beta: a context above .*, 128, needs factors of queries"):
+        convert(source, tmp_path / "longer", quantization="f16", context_tokens=256)
+    scaling = {**RECIPE.config["rope_parameters"], "llama_4_scaling_beta": 0.0}
+    configure(source, rope_parameters=scaling)
+    assert convert(source, tmp_path / "whole", quantization="f16").manifest.model.context_tokens == 1024
+
+
+def test_logits_without_yarn_are_others(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", RECIPE)
+    configure(source, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0})
+    logits = ReferenceEngine(convert(source, tmp_path / "package", quantization="f16")).run(tokens(RECIPE)).logits
+    assert np.abs(logits - GOLDEN["ministral3"]).max() > 0.05 * GOLDEN["ministral3"].std()
