@@ -17,9 +17,9 @@ from neuronpipe.launch.arguments.values import (
 )
 from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.plans.plan.document import BACKEND_ROLES, MODES
+from neuronpipe.plans.planner.default_sizes import MAX_LOSS, MAX_SEQUENCES
 from neuronpipe.plans.planner.mode_choice import Quality
 from neuronpipe.plans.planner.plan_options import BASELINES, TECHNIQUES, Technique
-from neuronpipe.plans.planner.sequence_count import MAX_LOSS, MAX_SEQUENCES
 
 PROMPT_CACHE_BYTES = 4 << 30
 

@@ -14,7 +14,7 @@ from neuronpipe.plans.inspect import parameters
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.plans.planner.candidates import USUAL
-from neuronpipe.plans.planner.context_choice import MIN_CONTEXT_TOKENS
+from neuronpipe.plans.planner.default_sizes import MIN_CONTEXT_TOKENS
 from neuronpipe.plans.planner.plan_options import LimitTooSmall
 from neuronpipe.plans.pull.catalog import CatalogModel
 from neuronpipe.protocol.errors import UserError

@@ -23,12 +23,11 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import ACCELERATOR, Mode, Plan
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.plans.planner.candidates import ANSWER, USUAL, SearchResult, Space
-from neuronpipe.plans.planner.context_choice import context_reason, default_context
+from neuronpipe.plans.planner.default_sizes import context_reason, default_context, plan_for_sequences
 from neuronpipe.plans.planner.device_facts import DeviceFacts, device_facts
 from neuronpipe.plans.planner.mode_choice import allowed_modes
 from neuronpipe.plans.planner.plan_options import PlanOptions as PlannerOptions
 from neuronpipe.plans.planner.search import MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, Search
-from neuronpipe.plans.planner.sequence_count import plan_for_sequences
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -66,9 +65,9 @@ def search_plan(
     Raises UserError if nothing fits the options.
     """
     sequences = 1 if options.sequences is None else options.sequences
-    context_tokens = options.context_tokens or default_context(
-        subject.manifest.model, _limit_bytes(subject.device, options), sequences
-    )
+    context_tokens = options.context_tokens
+    if context_tokens is None:
+        context_tokens = default_context(subject.manifest.model, _limit_bytes(subject.device, options), sequences)
     requirements = PlannerOptions(
         ffn_resident_share=options.ffn_resident_share,
         context_tokens=context_tokens,

@@ -29,9 +29,8 @@ from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.stored_tensors import Inventory, OpenFile, RowNumbers
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.models.family import Architecture, Choices
-from neuronpipe.plans.models.registry import ARCHITECTURES
+from neuronpipe.plans.models.registry import ARCHITECTURES, MISSING_BY_ARCHITECTURE
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.models.unsupported import MISSING_BY_ARCHITECTURE
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.package.safetensors_header import TensorEntry, parse_header
 from neuronpipe.plans.strict_json import Record, one_line, read_json

@@ -8,7 +8,7 @@ import pytest
 from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.search import Subject, search_plan
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
-from neuronpipe.plans.planner.context_choice import default_context
+from neuronpipe.plans.planner.default_sizes import default_context
 
 from tests.unit.test_phone_plan import PHONE
 from tests.unit.test_planner import MIB, manifest

@@ -8,10 +8,10 @@ import dataclasses
 import pytest
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.planner.default_sizes import MAX_LOSS, MAX_SEQUENCES, plan_for_sequences
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
 from neuronpipe.plans.planner.planner import make_plan
-from neuronpipe.plans.planner.sequence_count import MAX_LOSS, MAX_SEQUENCES, plan_for_sequences
 
 from tests.unit.test_planner import device, manifest
 

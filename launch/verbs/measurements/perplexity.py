@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     package = open_package(arguments.package, plain=arguments.json)
-    tokens, options = read_tokens(arguments.text, package, arguments.tokens), planning.plan_options(arguments)
+    options = planning.plan_options(arguments)
+    tokens = read_tokens(arguments.text, package, arguments.tokens)
     if options.context_tokens is None and options.plan_file is None:
         # The text's perplexity must not depend on memory, as the default context does.
         whole_tokens = min(len(tokens), package.manifest.model.context_tokens)

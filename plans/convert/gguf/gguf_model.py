@@ -49,7 +49,7 @@ from neuronpipe.plans.models.family import (
     named_activation,
     sounds_like_relu,
 )
-from neuronpipe.plans.models.registry import GGUF_ARCHITECTURES
+from neuronpipe.plans.models.registry import GGUF_ARCHITECTURES, MISSING_BY_ARCHITECTURE
 from neuronpipe.plans.models.spec import (
     MAX,
     MAX_SCALE,
@@ -60,7 +60,6 @@ from neuronpipe.plans.models.spec import (
     SpecError,
     runs_of,
 )
-from neuronpipe.plans.models.unsupported import MISSING_BY_ARCHITECTURE
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.strict_json import Record, one_line
 from neuronpipe.protocol.errors import quoted

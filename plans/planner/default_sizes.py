@@ -1,7 +1,9 @@
-"""The number of sequences that a run has room for without `--sequences`: as many as hardly slow down a single one.
+"""Sizes of a run without `--sequences` and `--context`: as many sequences as hardly slow down a single one, and a
+context whose KV cache takes a small share of the memory limit.
 
 The KV cache of each sequence takes memory from neurons, even if no such sequence ever runs. If memory is scarce, the KV
-cache of a fourth sequence can make a single one several times slower.
+cache of a fourth sequence can make a single one several times slower. Contexts of 131,072 or 262,144 tokens, as models
+are published with, have KV caches of several gigabytes, all of which the smallest limit counts.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Expected, Plan
@@ -18,6 +21,10 @@ from neuronpipe.plans.planner.planner import make_plan
 
 MAX_SEQUENCES = 4  # `--sequences` allows more
 MAX_LOSS = 0.1  # of the speed of one sequence in a plan with room for no other
+
+MIN_CONTEXT_TOKENS = 4096
+KV_SHARE = 1 / 8  # of the memory limit, for the KV cache of all sequences
+ELEMENT_BYTES = 2
 
 
 def plan_for_sequences(
@@ -76,3 +83,22 @@ def _cost(expected: Expected) -> str:
     if expected.tokens_per_s is not None:
         return f"{show_number(expected.tokens_per_s)} tokens/s"
     return f"{expected.flash_bytes_per_token / 1e6:.0f} MB from flash a token"
+
+
+def default_context(model: ModelSpec, limit_bytes: int, sequences: int) -> int:
+    """Return the model's context length, halved until the KV cache of `sequences` sequences takes at most KV_SHARE of
+    the limit, or until it would be below MIN_CONTEXT_TOKENS."""
+    context_tokens = model.context_tokens
+    token_bytes = sequences * ELEMENT_BYTES * model.position_elements
+    while context_tokens * token_bytes > KV_SHARE * limit_bytes and context_tokens // 2 >= MIN_CONTEXT_TOKENS:
+        context_tokens //= 2
+    return context_tokens
+
+
+def context_reason(model: ModelSpec, context_tokens: int, sequences: int) -> str:
+    """Return why the context is shorter than the model's."""
+    kv_bytes = sequences * ELEMENT_BYTES * model.position_elements * model.context_tokens
+    return (
+        f"a context of {context_tokens:,} tokens: the KV cache of the model's {model.context_tokens:,} would take "
+        f"{kv_bytes >> 20:,} MiB, more than {KV_SHARE:.1%} of the limit; --context sets another length"
+    )
