@@ -130,7 +130,7 @@ def measure(
         for number, batch in enumerate(BATCHES):
             of_layer = _experts(recording.tokens["expert"][:, layer], model.expert_counts[layer], batch)
             frequencies.experts[number, model.ffns_of(layer)] = of_layer
-        wanted_by_layer.append(accesses / (count * model.active_experts(layer) * model.neurons))
+        wanted_by_layer.append(accesses / max(count * model.active_experts(layer) * model.neurons, 1))
         reuse_by_layer.append(reused / continued_accesses if continued_accesses else 0.0)
     bins = binned(manifest, frequencies.neurons)
     misses = miss_curves(
@@ -153,9 +153,11 @@ def measure(
         experts_by_frequency=_rounded(predicted[0]),
         experts_by_layer_before=_rounded(predicted[1]),
     )
-    active_neurons = np.array([model.active_experts(layer) for layer in range(model.layers)]) * model.neurons
+    # A layer without a feed-forward has no neurons, of which none is active.
+    active_neurons = [max(model.active_experts(layer) * model.neurons, 1) for layer in range(model.layers)]
     shares = [
-        _rounded(recording.tokens[name].sum(axis=(0, 2)) / (count * active_neurons)) for name in ("active", "fired")
+        _rounded(recording.tokens[name].sum(axis=(0, 2)) / (count * np.array(active_neurons)))
+        for name in ("active", "fired")
     ]
     return MeasuredProfile(profile, frequencies, shares[0], shares[1])
 

@@ -430,6 +430,7 @@ def _require_gates(model: ModelSpec, quantization: Quantization, gates: Quantiza
 
 
 def _by_layer(shares: NDArray[np.float32], model: ModelSpec) -> tuple[float, ...]:
-    """Return the mean firing share of the neurons of each layer. shares: as `read_frequencies` returns them"""
+    """Return the mean firing share of the neurons of each layer; 0 without any. shares: as `read_frequencies` returns
+    them"""
     ffns = map(model.ffns_of, range(model.layers))
-    return tuple(float(shares[of_layer.start : of_layer.stop].mean()) for of_layer in ffns)
+    return tuple(float(shares[part.start : part.stop].mean()) if part else 0.0 for part in ffns)

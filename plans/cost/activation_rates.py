@@ -318,14 +318,15 @@ def touched_share(share: float, neurons: int) -> float:
 
 def rates(manifest: Manifest, mode: Mode, frequencies: AccessFrequencies | None = None) -> ActivationRates:
     """Return the activation rates of one token in this mode, as measured or assumed."""
-    fired = _mean(manifest.fired_by_layer) or ASSUMED_FIRED
+    model = manifest.model
+    fired = model.ffn_mean(manifest.fired_by_layer) or ASSUMED_FIRED
     trigger_fired = fired
-    if manifest.model.all_neurons_fire:
+    if model.all_neurons_fire:
         fired = trigger_fired = 1.0
         if mode == "thresholded" and manifest.silent is not None:
             fired = trigger_fired = 1.0 - _mean(tuple(layer.share for layer in manifest.silent.by_layer))
-    elif manifest.model.activation == "drelu":
-        trigger_fired = _mean(manifest.trigger_fired_by_layer) or min(1.0, fired / UP_POSITIVE)
+    elif model.activation == "drelu":
+        trigger_fired = model.ffn_mean(manifest.trigger_fired_by_layer) or min(1.0, fired / UP_POSITIVE)
     triggers = 1.0
     if mode == "predicted" and manifest.predictor is not None:
         by_layer = manifest.predictor.by_layer
@@ -333,7 +334,7 @@ def rates(manifest: Manifest, mode: Mode, frequencies: AccessFrequencies | None 
         trigger_fired, fired = min(trigger_fired, triggers), min(fired, triggers)
     profile = manifest.profile(mode) or manifest.profile("exact")
     return ActivationRates(
-        chosen=manifest.model.active_ffns / manifest.model.ffns,
+        chosen=model.active_ffns / model.ffns,
         trigger_read=triggers,
         value_read=trigger_fired,
         down_read=fired,

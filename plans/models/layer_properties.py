@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import cached_property
+from statistics import fmean
 from typing import Any, Literal
 
 
@@ -37,6 +40,13 @@ class LayerProperties:
     def ffn_layers(self) -> tuple[bool, ...]:
         """For each layer, True if it has a feed-forward."""
         return tuple(kind.feed_forward for kind in self.layer_kinds for _ in range(kind.layers))
+
+    def ffn_mean(self, by_layer: Sequence[float] | None) -> float | None:
+        """Return the mean of a figure over the layers that have a feed-forward; None if it is not known.
+
+        by_layer: the figure of each layer, the others included
+        """
+        return None if by_layer is None else fmean(itertools.compress(by_layer, self.ffn_layers))
 
     @cached_property
     def local_layers(self) -> tuple[bool, ...]:

@@ -22,7 +22,7 @@ def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
         if model.mixers[layer] in RECURRENT:
             yield from _recurrent_matrices(model, layer)
         elif model.latent_width:
-            yield from _latent_matrices(model, f"layers.{layer}")
+            yield from ((f"layers.{layer}.{name}", *shape) for name, *shape in latent_matrices(model))
         elif model.mixers[layer] == "attention":
             yield f"layers.{layer}.qkv", model.layer_heads[layer].qkv_rows, model.width
         if model.mixers[layer] == "attention":
@@ -36,15 +36,15 @@ def _recurrent_matrices(model: ModelSpec, layer: int) -> Iterator[tuple[str, int
     yield f"layers.{layer}.recurrent_output", model.width, model.gate_width(layer)
 
 
-def _latent_matrices(model: ModelSpec, layer: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the matrices of a layer with latents. `key_up` maps a head's query to the latents: its rows are multiplied
-    with the elements of the query, and added."""
-    yield f"{layer}.latent_down", model.cached_width, model.width
+def latent_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
+    """Yield (name without prefix, rows, columns) of the matrices of a layer with latents, but for attention_output.
+    `key_up` maps a head's query to the latents: its rows are multiplied with the elements of the query, and added."""
+    yield "latent_down", model.cached_width, model.width
     if model.query_rank:
-        yield f"{layer}.query_down", model.query_rank, model.width
-    yield f"{layer}.query", model.query_heads * model.head_width, model.query_rank or model.width
-    yield f"{layer}.key_up", model.query_heads * model.unrotated_width, model.latent_width
-    yield f"{layer}.value_up", model.query_heads * model.value_width, model.latent_width
+        yield "query_down", model.query_rank, model.width
+    yield "query", model.query_heads * model.head_width, model.query_rank or model.width
+    yield "key_up", model.query_heads * model.unrotated_width, model.latent_width
+    yield "value_up", model.query_heads * model.value_width, model.latent_width
 
 
 def mixer_matrices(model: ModelSpec, layer: int) -> tuple[str, ...]:
@@ -56,8 +56,7 @@ def mixer_matrices(model: ModelSpec, layer: int) -> tuple[str, ...]:
         return ()
     if not model.latent_width:
         return "qkv", "attention_output"
-    of_queries = ("query_down",) if model.query_rank else ()
-    return "latent_down", *of_queries, "query", "key_up", "value_up", "attention_output"
+    return *(name for name, _, _ in latent_matrices(model)), "attention_output"
 
 
 def row_lengths(model: ModelSpec) -> dict[str, int]:

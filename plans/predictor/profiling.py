@@ -319,7 +319,7 @@ class _FiringByLayer:
         self._counts[layer] += (fired.sum(), fired.size)
 
     def shares(self) -> tuple[float, ...]:
-        return tuple(round(float(fired / size), 6) for fired, size in self._counts)
+        return tuple(round(float(fired / max(size, 1)), 6) for fired, size in self._counts)
 
 
 def _mean_quality(judged: list[tuple[int, PredictorQuality]]) -> PredictorQuality:

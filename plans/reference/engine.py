@@ -11,7 +11,9 @@ from neuronpipe.plans.convert.checkpoint import ffn_name
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import PredictorInput
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.reference.attention import LatentAttention, attend, capped, clipped, rotated
 from neuronpipe.plans.reference.expert_shares import expert_shares
+from neuronpipe.plans.reference.norms import layer_norm, rms_norm
 from neuronpipe.plans.reference.recurrent import RecurrentLayer, sigmoid
 from neuronpipe.plans.reference.weights import Array, PackageWeights, Weights
 from neuronpipe.protocol.errors import UserError
@@ -30,7 +32,6 @@ class Result(NamedTuple):
 
 
 CLAMPED_SWIGLU_GAIN = np.float32(1.702)
-LATENT_EPSILON = 1e-6  # of the norms of latents, in every model
 GELU_SCALE, GELU_CUBE = np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
 
 
@@ -78,61 +79,11 @@ UNGATED: dict[Activation, Callable[[Array], Array]] = {
 }
 
 
-def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
-    """Return (x - mean) / deviation * weight + bias over the last axis."""
-    centred = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float32)
-    return rms_norm(centred, weight, epsilon) + bias
-
-
-def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
-    """Return x / rms(x) * weight over the last axis."""
-    mean: Array = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
-    normed: Array = x / np.sqrt(mean + np.float32(epsilon)) * weight
-    return normed
-
-
-def rotate(heads: Array, angles: Array) -> Array:
-    """Return heads [tokens, heads, head_width] rotated by angles [tokens, head_width / 2]. Elements j and j +
-    head_width / 2 are a pair."""
-    cosine, sine = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    low, high = np.split(heads, 2, axis=-1)
-    return np.concatenate((low * cosine - high * sine, high * cosine + low * sine), axis=-1)
-
-
-def capped(x: Array, cap: float) -> Array:
-    """Return cap * tanh(x / cap); x itself if the cap is 0."""
-    return np.asarray(np.float32(cap) * np.tanh(x / np.float32(cap)), dtype=np.float32) if cap else x
-
-
-def clipped(x: Array, limit: float) -> Array:
-    """Return x with elements of at most this magnitude; x itself if the limit is 0."""
-    return np.clip(x, np.float32(-limit), np.float32(limit)) if limit else x
-
-
-def attend(
-    queries: Array, keys: Array, values: Array, window_tokens: int, sinks: Array | None = None, score_cap: float = 0.0
-) -> Array:
-    """Return causal attention, [tokens, query_heads, width of a value].
-
-    keys, values: [tokens, key_heads, width]; each serves query_heads / key_heads consecutive query heads
-    window_tokens: field of LayerKind
-    score_cap: field of ModelSpec
-    sinks: [query_heads] scores that join each softmax and whose shares are dropped
-    """
-    tokens, query_heads, head_width = queries.shape
-    group = query_heads // keys.shape[1]
-    distance = np.arange(tokens)[:, None] - np.arange(tokens)
-    is_visible = (distance >= 0) & ((distance < window_tokens) if window_tokens else True)
-    result = np.empty((tokens, query_heads, values.shape[2]), dtype=np.float32)
-    for head in range(query_heads):
-        scores = queries[:, head] @ keys[:, head // group].T / np.float32(np.sqrt(head_width))
-        scores = np.where(is_visible, capped(scores, score_cap), -np.inf)
-        sink = -np.inf if sinks is None else sinks[head]
-        greatest = np.maximum(scores.max(axis=1, keepdims=True), np.float32(sink))
-        weights = np.exp(scores - greatest)
-        total = weights.sum(axis=1, keepdims=True) + np.exp(np.float32(sink) - greatest)
-        result[:, head] = weights / total @ values[:, head // group]
-    return result
+def inner_values(model: ModelSpec, values: Mapping[str, Array]) -> Array:
+    """Return the values of neurons from their products with the matrices before Down, by the names of these."""
+    if model.gated:
+        return gated_values(model, values["gate"], values["up"])
+    return UNGATED[model.activation](values["up"])
 
 
 @frozen
@@ -309,36 +260,22 @@ class ReferenceEngine:
         return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention
 
     def _latent_attention(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:
-        """Return multi-head latent attention: keys and values of all heads are products with the normed latent. A key
-        ends with the rotated part, which all heads share."""
-        model, name = self._model, f"layers.{layer}"
-        down = self._product(layer, "latent_down", normed)
-        latent = self._latent_norm(f"{name}.latent_norm", down[:, : model.latent_width])
-        query_input = normed
-        if model.query_rank:
-            query_input = self._latent_norm(f"{name}.query_down_norm", self._product(layer, "query_down", normed))
-        queries = self._product(layer, "query", query_input).reshape(len(normed), model.query_heads, -1)
-        keys = self._product(layer, "key_up", latent).reshape(len(normed), model.query_heads, -1)
-        values = self._product(layer, "value_up", latent).reshape(len(normed), model.query_heads, -1)
-        mixed, first = [], 0
-        for length in lengths:
-            of = slice(first, first + length)
-            end_of_keys = self._rotated(layer, down[of, None, model.latent_width :])
-            unrotated, end_of_queries = np.split(queries[of], [model.unrotated_width], axis=2)
-            end_of_queries = self._rotated(layer, end_of_queries)
-            all_queries = np.concatenate((unrotated, end_of_queries), axis=2) * np.float32(model.attention_scale)
-            shared = np.repeat(end_of_keys, model.query_heads, axis=1)
-            all_keys = np.concatenate((keys[of], shared), axis=2)
-            window = model.windows_tokens[layer]
-            mixed.append(attend(all_queries, all_keys, values[of], window, score_cap=model.score_cap))
-            first += length
-            self._attended(layer, first)
-        attention = self._product(layer, "attention_output", np.concatenate(mixed).reshape(len(normed), -1))
-        bias = self._weights.vector(f"{name}.attention_output.bias") if model.output_bias else np.float32(0)
+        name = f"layers.{layer}"
+        latents = LatentAttention(
+            self._model,
+            layer,
+            lambda matrix, x: self._product(layer, matrix, x),
+            lambda vector: self._weights.vector(f"{name}.{vector}"),
+            self._frequency(layer),
+        )
+        mixed, last = [], 0
+        for heads in latents.mix(normed, lengths):
+            mixed.append(heads)
+            last += len(heads)
+            self._attended(layer, last)
+        attention = self._product(layer, "attention_output", np.concatenate(mixed))
+        bias = self._weights.vector(f"{name}.attention_output.bias") if self._model.output_bias else np.float32(0)
         return attention + bias
-
-    def _latent_norm(self, name: str, x: Array) -> Array:
-        return rms_norm(x, self._weights.vector(name), LATENT_EPSILON)
 
     def _product(self, layer: int, name: str, x: Array) -> Array:
         self._observe_inputs(f"layers.{layer}.{name}", x)
@@ -359,14 +296,14 @@ class ReferenceEngine:
         return self._rotated(layer, clipped(heads, model.qkv_limit))
 
     def _rotated(self, layer: int, heads: Array) -> Array:
+        frequency = self._frequency(layer)
+        return heads if frequency is None else rotated(heads, frequency, self._model.rotary_scale)
+
+    def _frequency(self, layer: int) -> Array | None:
+        """Return the table of a layer's rotary positions; None if heads are not rotated."""
         model = self._model
-        if not model.rotary_layers[layer]:
-            return heads
-        frequency = self._weights.vector(f"rope.{'local_' if model.local_layers[layer] else ''}inverse_frequency")
-        rotated = rotate(heads, np.arange(len(heads), dtype=np.float32)[:, None] * frequency)
-        scales = np.where(frequency != 0, np.float32(model.rotary_scale), np.float32(1))
-        scaled: Array = rotated * np.tile(scales, 2)
-        return scaled
+        name = f"rope.{'local_' if model.local_layers[layer] else ''}inverse_frequency"
+        return self._weights.vector(name) if model.rotary_layers[layer] else None
 
     def _experts(self, layer: int, inputs: tuple[Array, Array, Array], layer_input: Array, fired: np.ndarray) -> Array:
         """Return what the feed-forward adds to the residual stream, before its norm. Sets the firing counts.
@@ -426,11 +363,7 @@ class ReferenceEngine:
         values = {matrix: normed @ rows.T for matrix, rows in weights.items()}
         for matrix in values if model.ffn_bias else ():
             values[matrix] = values[matrix] + self._bias(f"{name}.{matrix}.bias", expert)
-        inner = (
-            gated_values(model, values["gate"], values["up"])
-            if model.gated
-            else UNGATED[model.activation](values["up"])
-        )
+        inner = inner_values(model, values)
         if model.activation_threshold:
             inner = np.where(values[model.trigger] > np.float32(model.activation_threshold), inner, np.float32(0))
         run = LayerRun(model.first_ffns[layer] + expert, layer, tokens, *inputs, weights, values, inner)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from neuronpipe.plans.convert.rope import attention_scale, paired_order, scaled_frequencies
 from neuronpipe.plans.models.llama import LLAMA_DEFAULTS
-from neuronpipe.plans.reference.engine import rotate
+from neuronpipe.plans.reference.attention import rotate
 from neuronpipe.plans.strict_json import Record
 
 LLAMA3 = {

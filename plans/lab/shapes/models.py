@@ -23,6 +23,7 @@ from neuronpipe.protocol.schema import from_json, json_object
 FILE = Path(__file__).with_name("models.json")
 BITS_PER_WEIGHT = 4.5  # q4: 4, and an fp16 scale for 32 weights
 QUANT_BITS, SCALE_BITS = 4.0, 0.5
+EXPERTS_FIRED = 0.4  # SmallThinker's experts; of Nemotron's with ReLU² nothing is published
 RUNTIME_BYTES = 0.3e9  # PowerInfer-2 v3, 7.2.3
 
 
@@ -217,7 +218,7 @@ def model_of(manifest: Manifest) -> SimulatedModel:
     """Return a package's model, with measured shares of active and predicted neurons if there are any."""
     spec = manifest.model
     model = _assumed(manifest.name, spec)
-    mean = _mean(manifest.fired_by_layer)
+    mean = spec.ffn_mean(manifest.fired_by_layer)
     active = model.active if mean is None or spec.all_neurons_fire else mean
     predicted = model.predicted if spec.all_neurons_fire else min(1.0, ASSUMED_PREDICTED * active)
     rank = 0
@@ -232,8 +233,8 @@ def model_of(manifest: Manifest) -> SimulatedModel:
 
 def _assumed(name: str, spec: ModelSpec) -> SimulatedModel:
     active = 1.0 if spec.all_neurons_fire else ASSUMED_FIRED
-    if spec.activation == "relu" and spec.experts > 1:
-        active = 0.4  # SmallThinker's experts
+    if spec.activation in ("relu", "relu2") and spec.experts > 1:
+        active = EXPERTS_FIRED
     predicted = min(1.0, ASSUMED_PREDICTED * active)
     return SimulatedModel(name=name, spec=spec, active=active, predicted=predicted, predictor_rank=rank_of(spec.width))
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 CURVES = Path(__file__).with_name("bamboo_activation_cdf.json")
 CURVES_MEAN_ACTIVITY = 0.1475  # their steepest slope is 6.78: a neuron that always fires
 MEAN_ACTIVITY, MIN_ACTIVITY, MAX_ACTIVITY = 0.10, 0.06, 0.22
-RELU_ACTIVITY = 0.4  # SmallThinker: over 60 % of an expert's neurons are 0, more in the first layers
+RELU_ACTIVITY = 0.4  # SmallThinker: over 60 % of an expert's neurons are 0, more in the first layers. Assumed of ReLU²
 RELU_EARLY_LAYERS, RELU_EARLY_ACTIVITY = 2, 0.06
 MIN_P, MAX_P = 1e-4, 0.9995
 UP_GIVEN_GATE = 0.8  # published: if a neuron's gate fires, its up fires in 80 % of the cases
@@ -61,6 +61,8 @@ def requested_by_layer(model: ModelSpec, seed: int) -> Shares:
     """Return the requested mean share of firing neurons of each layer; in a mixture, of a chosen expert's neurons."""
     if model.all_neurons_fire:
         return np.ones(model.layers)
+    if model.activation == "relu2":
+        return np.full(model.layers, RELU_ACTIVITY)
     if model.activation == "relu":
         early = np.arange(model.layers) < min(RELU_EARLY_LAYERS, model.layers - 1)
         return np.where(early, RELU_EARLY_ACTIVITY, RELU_ACTIVITY)
@@ -72,7 +74,7 @@ def cuts(activation: Activation, p: Shares) -> list[Shares]:
     empty if all neurons fire. p: requested activity."""
     if activation in ("silu", "clamped_swiglu", "gelu", "gelu_erf"):
         return []
-    return [-quantile(p)] if activation == "relu" else list(thresholds(p))
+    return [-quantile(p)] if activation in ("relu", "relu2") else list(thresholds(p))
 
 
 def thresholds(p: Shares) -> tuple[Shares, Shares]:

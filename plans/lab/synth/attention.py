@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -11,8 +12,10 @@ from neuronpipe.plans.lab.synth import codes
 from neuronpipe.plans.lab.synth.shapes import Coordinates
 from neuronpipe.plans.lab.synth.tokens import STATE_POWER, CalibrationSequences
 from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.tensors import latent_matrices
 from neuronpipe.plans.package.writer import Rows
-from neuronpipe.plans.reference.engine import attend, rms_norm, rotate
+from neuronpipe.plans.reference.attention import LatentAttention, attend, rotated
+from neuronpipe.plans.reference.norms import rms_norm
 from neuronpipe.plans.reference.quantized import product
 from neuronpipe.plans.reference.recurrent import sigmoid
 from numpy.typing import NDArray
@@ -24,32 +27,34 @@ ATTENTION_POWER = 0.006  # of a layer's output, as a share of the state's square
 QUERY_DEVIATION = 0.7  # scores have its square as deviation, so that attention is spread unevenly over all positions
 
 
-class Attention(NamedTuple):
-    """The matrices of a layer's attention, and its output for the calibration tokens.
+class Mixer(NamedTuple):
+    """The tensors of a layer's mixer by their names after its prefix, and its output for the calibration tokens.
 
+    vectors: those of a recurrent layer; attention has only norms
     change: what it adds to the residual stream [tokens, width]
     """
 
-    qkv: Rows
-    output: Rows
+    matrices: dict[str, Rows]
+    vectors: dict[str, Array]
     change: Array
 
 
-def output_rows(width: int, written: slice, mixed: Array, random: np.random.Generator) -> tuple[Rows, Array]:
-    """Return a random output matrix [width, n] of which only some rows are not 0, and its products with vectors.
+def output_rows(model: ModelSpec, written: slice, mixed: Array, random: np.random.Generator) -> tuple[Rows, Array]:
+    """Return a random output matrix [width, n] of which only some rows are not 0, and what it adds to the residual
+    stream for some vectors.
 
     written: these rows
     mixed: the vectors [tokens, n]
     """
-    columns = mixed.shape[1]
+    width, columns = model.width, mixed.shape[1]
     output = codes.zero_rows(width, columns)
     output.quants[written] = codes.random_codes(written.stop - written.start, columns, random)
     scales = output.scales.view(Half)
     scales[written] = 1.0
     plain = product("q4", Rows(output.quants[written], output.scales[written]), mixed)
-    scales[written] = np.sqrt(ATTENTION_POWER * STATE_POWER * width / plain.var(axis=0).sum())
+    scales[written] = np.sqrt(ATTENTION_POWER * STATE_POWER * width / plain.var(axis=0).sum()) / model.residual_scale
     change = np.zeros((len(mixed), width), dtype=np.float32)
-    change[:, written] = plain * scales[written][0, 0].astype(np.float32)
+    change[:, written] = plain * (scales[written][0, 0].astype(np.float32) * np.float32(model.residual_scale))
     return output, change
 
 
@@ -73,28 +78,52 @@ class AttentionMaker:
 
     def head_norm(self, layer: int) -> Array:
         """Return the weights of the norm of one head of queries or keys, for models with these norms."""
-        deviation = QUERY_DEVIATION / np.sqrt(self._scale(layer))
-        return np.full(self._model.layer_heads[layer].width, deviation, dtype=np.float32)
+        return np.full(self._model.layer_heads[layer].width, self._deviation(layer), dtype=np.float32)
+
+    def _deviation(self, layer: int) -> float:
+        """Return the deviation of queries and keys."""
+        return QUERY_DEVIATION / math.sqrt(self._scale(layer))
 
     def _scale(self, layer: int) -> float:
         model = self._model
         return model.local_attention_scale if model.local_layers[layer] else model.attention_scale
 
-    def layer(self, layer: int, normed: Array) -> Attention:
+    def layer(self, layer: int, normed: Array) -> Mixer:
         """Return a layer's attention. normed: its inputs for the calibration tokens [tokens, width]."""
-        model, state, random = self._model, self._places.state, codes.generator(self._seed, 1, layer)
-        heads = model.layer_heads[layer]
-        qkv = codes.zero_rows(heads.qkv_rows, model.width)
-        qkv.quants[:, codes.code_bytes(state)] = codes.random_codes(heads.qkv_rows, state.stop - state.start, random)
-        unit = codes.unit_scale(normed[:, state])
-        parts = np.full((heads.qkv_rows, 1), unit * QUERY_DEVIATION)
-        parts[heads.query_width + heads.key_width :] = unit
-        qkv.scales.view(Half)[:, codes.code_groups(state)] = parts
+        random = codes.generator(self._seed, 1, layer)
+        matrices, mixed = (self._latents if self._model.latent_width else self._heads)(layer, normed, random)
+        output, change = output_rows(self._model, self._places.attention, mixed, random)
+        return Mixer(matrices | {"attention_output": output}, {}, change)
+
+    def _heads(self, layer: int, normed: Array, random: np.random.Generator) -> tuple[dict[str, Rows], Array]:
+        heads = self._model.layer_heads[layer]
+        deviations = np.full(heads.qkv_rows, self._deviation(layer))
+        deviations[heads.query_width + heads.key_width :] = 1
+        qkv = codes.reading_rows(normed, self._places.state, deviations, random)
         values = product("q4", qkv, normed).reshape(len(normed), -1, heads.width)
         sequences = np.split(values, len(self._sequences.ids))
-        mixed = np.concatenate(list(self._pool.map(partial(self._attend, layer), sequences)))
-        output, change = output_rows(model.width, self._places.attention, mixed, random)
-        return Attention(qkv, output, change)
+        return {"qkv": qkv}, np.concatenate(list(self._pool.map(partial(self._attend, layer), sequences)))
+
+    def _latents(self, layer: int, normed: Array, random: np.random.Generator) -> tuple[dict[str, Rows], Array]:
+        """Return the matrices of attention with latents. Each is made when its inputs are known."""
+        model, matrices, deviation = self._model, dict[str, Rows](), self._deviation(layer)
+        rows = {name: count for name, count, _ in latent_matrices(model)}
+
+        def read(name: str, x: Array) -> Array:
+            deviations = np.full(rows[name], deviation if name in ("query", "key_up") else 1.0)
+            if name == "latent_down":
+                deviations[model.latent_width :] = deviation  # of the rotated part of keys
+            columns = self._places.state if x is normed else slice(0, x.shape[1])
+            matrices[name] = codes.reading_rows(x, columns, deviations, random)
+            return product("q4", matrices[name], x)
+
+        def norm(name: str) -> Array:
+            return np.ones(model.latent_width if name == "latent_norm" else model.query_rank, dtype=np.float32)
+
+        frequency = self._frequencies[0] if model.rotary_layers[layer] else None
+        lengths = [len(ids) for ids in self._sequences.ids]
+        heads = LatentAttention(model, layer, read, norm, frequency).mix(normed, lengths)
+        return matrices, np.concatenate(list(heads))
 
     def _attend(self, layer: int, products: Array) -> Array:
         model, heads = self._model, self._model.layer_heads[layer]
@@ -111,8 +140,7 @@ class AttentionMaker:
         if model.rotary_layers[layer]:
             frequency = self._frequencies[model.local_layers[layer]]
             assert frequency is not None
-            angles = np.arange(len(products), dtype=np.float32)[:, None] * frequency
-            queries, keys = rotate(queries, angles), rotate(keys, angles)
+            queries, keys = (rotated(part, frequency, model.rotary_scale) for part in (queries, keys))
         queries = queries * np.float32(self._scale(layer))
         mixed = attend(queries, keys, values, model.windows_tokens[layer]).reshape(len(products), -1)
         return mixed * sigmoid(gates.reshape(len(products), -1)) if model.gated_attention else mixed

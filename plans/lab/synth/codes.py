@@ -57,6 +57,21 @@ def zero_rows(rows: int, columns: int) -> Rows:
     return Rows(quants, np.zeros((rows, 2 * (columns // GROUP_WEIGHTS)), dtype=np.uint8))
 
 
+def reading_rows(
+    vectors: NDArray[np.float32], columns: slice, deviations: NDArray[np.float64], random: np.random.Generator
+) -> Rows:
+    """Return random rows that read only some columns, in whole groups.
+
+    vectors: [tokens, n]
+    deviations: those of the rows' products with `vectors`, about [rows]
+    """
+    rows = zero_rows(len(deviations), vectors.shape[1])
+    rows.quants[:, code_bytes(columns)] = random_codes(len(deviations), columns.stop - columns.start, random)
+    scales = unit_scale(vectors[:, columns]) * deviations[:, None]
+    rows.scales.view("<f2")[:, code_groups(columns)] = scales
+    return rows
+
+
 def equal_scales(quants: Bytes) -> Bytes:
     """Return scales of 1 for rows, so that their weights are their codes."""
     return np.ones((len(quants), quants.shape[1] // HALF_GROUP), dtype="<f2").view(np.uint8)

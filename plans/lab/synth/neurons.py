@@ -6,7 +6,7 @@ blocks and are computed last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -22,7 +22,7 @@ from neuronpipe.plans.package.manifest import PredictorQuality
 from neuronpipe.plans.package.predictor_writer import LayerFactors
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.predictor.fit import quantile
-from neuronpipe.plans.reference.engine import gated_values
+from neuronpipe.plans.reference.engine import inner_values
 from neuronpipe.plans.reference.quantized import Vectors
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
@@ -93,14 +93,14 @@ class _Inputs:
 class _Block:
     """The neurons of a block.
 
+    before: the rows of the matrices before Down, the trigger first
     down: codes of Down by neuron, or by output
     sizes: scale of each neuron's weights of Down, without that of the feed-forward
     written: output without that scale [tokens, written]
     activity, fired: figures of Firing for each neuron
     """
 
-    gate: Rows
-    up: Rows
+    before: tuple[Rows, ...]
     down: codes.Bytes
     sizes: Array
     written: Array
@@ -129,8 +129,9 @@ class Neurons:
     gates: Quantization
     by_output: bool
 
-    def rows(self) -> Iterator[tuple[Rows, Rows, Rows]]:
-        """Yield the rows of Gate, Up and transposed Down, block by block; with Down by output all at once."""
+    def rows(self) -> Iterator[tuple[Rows, ...]]:
+        """Yield the rows of the matrices before Down and of transposed Down, block by block; with Down by output all at
+        once."""
         written = self.places.feed_forward
         if self.by_output:
             yield self._whole()
@@ -138,19 +139,20 @@ class Neurons:
             down = codes.zero_rows(len(block.down), self.places.state.stop)
             down.quants[:, codes.code_bytes(written)] = block.down
             down.scales.view(Half)[:, codes.code_groups(written)] = (block.sizes * self.down_scale)[:, None]
-            yield self._stored_gate(block.gate), block.up, down
+            yield *self._stored(block.before), down
 
-    def _stored_gate(self, gate: Rows) -> Rows:
-        return Rows(q3_of_q4(gate.quants), gate.scales) if self.gates == "q3" else gate
+    def _stored(self, before: Sequence[Rows]) -> tuple[Rows, ...]:
+        trigger, *others = before
+        return (Rows(q3_of_q4(trigger.quants), trigger.scales) if self.gates == "q3" else trigger), *others
 
-    def _whole(self) -> tuple[Rows, Rows, Rows]:
-        gate = Rows(*map(np.concatenate, zip(*(block.gate for block in self.blocks), strict=True)))
-        up = Rows(*map(np.concatenate, zip(*(block.up for block in self.blocks), strict=True)))
-        down = codes.zero_rows(self.places.state.stop, len(gate.quants))
+    def _whole(self) -> tuple[Rows, ...]:
+        matrices = zip(*(block.before for block in self.blocks), strict=True)
+        before = [Rows(*map(np.concatenate, zip(*blocks, strict=True))) for blocks in matrices]
+        down = codes.zero_rows(self.places.state.stop, len(before[0].quants))
         down.quants[self.places.feed_forward] = np.concatenate([block.down for block in self.blocks], axis=1)
         sizes = np.concatenate([block.sizes for block in self.blocks])[::GROUP_WEIGHTS]
         down.scales.view(Half)[self.places.feed_forward] = sizes * self.down_scale
-        return self._stored_gate(gate), up, down
+        return *self._stored(before), down
 
     def firing(self, recall: float) -> Firing:
         """Return the activation statistics, and the predictor that reaches `recall`."""
@@ -170,6 +172,7 @@ class Pending:
     blocks: list[Future[_Block]]
     places: Coordinates
     power: float  # requested variance of the output
+    residual_scale: float  # factor of the output, a field of ModelSpec
     gates: Quantization
     by_output: bool
 
@@ -181,7 +184,7 @@ class Pending:
             blocks,
             self.inputs.tokens,
             written * factor,
-            factor,
+            factor / self.residual_scale,
             self.places,
             self.inputs.layer.prediction,
             self.gates,
@@ -238,11 +241,12 @@ class NeuronMaker:
             common=codes.random_codes(-(-model.neurons // GROUP_NEURONS), columns, random),
         )
         starts = range(0, model.neurons, self._block_neurons)
+        of_layer, expert = model.place_of(ffn)
         # The variances of several experts' outputs add up.
-        active_experts = model.active_experts(model.place_of(ffn)[0])
-        power = FEED_FORWARD_POWER * active_experts * (STATE_POWER * model.width)
+        power = FEED_FORWARD_POWER * model.active_experts(of_layer) * (STATE_POWER * model.width)
+        power /= model.routed_scale**2 if expert < model.routed_experts(of_layer) else 1
         blocks = [self._pool.submit(self._block, inputs, start) for start in starts]
-        return Pending(inputs, blocks, self._places, power, self._gates, self._by_output)
+        return Pending(inputs, blocks, self._places, power, model.residual_scale, self._gates, self._by_output)
 
     def _tokens(self, layer: LayerInput, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], slice]:
         independent = self._sequences.independent
@@ -263,21 +267,23 @@ class NeuronMaker:
         neuron_range = slice(start, min(start + self._block_neurons, self._model.neurons))
         random = codes.generator(self._seed, 3, inputs.ffn, start)
         neurons, columns = neuron_range.stop - neuron_range.start, self._read.stop - self._read.start
-        gate_codes = codes.mixed(
-            codes.random_codes(neurons, columns, random), inputs.common[inputs.groups[neuron_range]], GROUP_LOADING
-        )
-        up_codes = codes.mixed(codes.random_codes(neurons, columns, random), gate_codes, firing.SHARED)
-        gate, up = (self._unbiased(code, inputs.scale) for code in (gate_codes, up_codes))
+        codes_of_matrix = inputs.common[inputs.groups[neuron_range]]
+        matrices, loading = [], GROUP_LOADING
+        for _ in self._model.ffn_matrices[:-1]:  # what follows the trigger shares its columns with it
+            codes_of_matrix = codes.mixed(codes.random_codes(neurons, columns, random), codes_of_matrix, loading)
+            matrices.append(codes_of_matrix)
+            loading = firing.SHARED
+        before = tuple(self._unbiased(code, inputs.scale) for code in matrices)
         if self._gates == "q3":  # q4 rows with weights that q3 can express, so that results are those of stored rows
             coarse_scale = inputs.scale * codes.DEVIATION / codes.COARSE_DEVIATION
-            gate = self._unbiased(codes.coarse(gate_codes), coarse_scale)
-        values = [inputs.vectors.times(rows) for rows in (gate, up)]
+            before = self._unbiased(codes.coarse(matrices[0]), coarse_scale), *before[1:]
+        values = [inputs.vectors.times(rows) for rows in before]
         biases = self._biases(inputs, values, inputs.layer.shares[neuron_range])
-        for rows, value, bias in zip((gate, up), values, biases, strict=False):  # Up may have no bias
+        for rows, value, bias in zip(before, values, biases, strict=False):  # Up may have no bias
             scales = rows.scales.view(Half)
             scales[:, codes.code_groups(self._places.steady)] = bias[:, None]
             value += inputs.steady[:, None] * bias.astype(Half).astype(np.float32)
-        return self._written(inputs, gate, up, values[0], values[1], random)
+        return self._written(inputs, before, values, random)
 
     def _unbiased(self, code: codes.Bytes, size: float) -> Rows:
         rows = codes.zero_rows(len(code), self._model.width)
@@ -287,7 +293,7 @@ class NeuronMaker:
         return rows
 
     def _biases(self, inputs: _Inputs, values: list[Array], shares: NDArray[np.float64]) -> list[Array]:
-        """Return the biases of gate, and with dReLU of up, with which each neuron is active in its share of the
+        """Return the biases of the trigger, and with dReLU of up, with which each neuron is active in its share of the
         independent tokens; empty if all neurons fire."""
         cuts = firing.cuts(self._model.activation, shares)
         if not cuts:
@@ -307,14 +313,14 @@ class NeuronMaker:
         return [-(mean + deviation * (cut + shift)) for (mean, deviation), cut in zip(lines, cuts, strict=True)]
 
     def _written(
-        self, inputs: _Inputs, gate: Rows, up: Rows, gates: Array, ups: Array, random: np.random.Generator
+        self, inputs: _Inputs, before: tuple[Rows, ...], values: list[Array], random: np.random.Generator
     ) -> _Block:
         """Return the block with its Down, of which each row is scaled by the neuron's deviation / rms: neurons with
         nearly the same value for all tokens contribute little."""
         written, prediction = self._places.feed_forward, inputs.layer.prediction
-        inner = gated_values(self._model, gates, ups)
+        inner = inner_values(self._model, dict(zip(self._model.ffn_matrices, values, strict=False)))
         active = inner != 0
-        neurons, outputs = len(gate.quants), written.stop - written.start
+        neurons, outputs = len(before[0].quants), written.stop - written.start
         rows, columns = (outputs, neurons) if self._by_output else (neurons, outputs)
         down = codes.random_codes(rows, columns, random)
         power, mean = np.einsum("tn,tn->n", inner, inner) / len(inner), inner.mean(axis=0)
@@ -324,14 +330,13 @@ class NeuronMaker:
             weights, groups = weights.T, sizes.reshape(-1, GROUP_WEIGHTS)
             sizes = np.repeat(np.sqrt(np.square(groups).mean(axis=1)), GROUP_WEIGHTS)
         return _Block(
-            gate=gate,
-            up=up,
+            before=before,
             down=down,
             sizes=sizes,
             written=inner @ (weights * sizes[:, None]),
             activity=active.mean(axis=0),
-            fired=((gates > 0) if self._model.activation == "drelu" else active).mean(axis=0),
-            predictor=None if prediction is None else prediction.of_block(gate, gates, active),
+            fired=((values[0] > 0) if self._model.activation == "drelu" else active).mean(axis=0),
+            predictor=None if prediction is None else prediction.of_block(before[0], values[0], active),
         )
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 from neuronpipe.plans.lab.synth import codes
-from neuronpipe.plans.lab.synth.attention import output_rows
+from neuronpipe.plans.lab.synth.attention import Mixer, output_rows
 from neuronpipe.plans.lab.synth.shapes import Coordinates
 from neuronpipe.plans.lab.synth.tokens import CalibrationSequences
 from neuronpipe.plans.models.spec import ModelSpec
@@ -18,22 +17,10 @@ from neuronpipe.plans.reference.recurrent import RecurrentLayer
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
-Half = np.dtype("<f2")
 
 TIME_BIAS = -3.0  # times of about a twentieth
 RATE_DEVIATION = 0.5
 SLOWEST, FASTEST = 0.3, 8.0  # decays in a unit of time: memories last from some tokens to some tens
-
-
-class Recurrent(NamedTuple):
-    """The tensors of a recurrent layer by their names after its prefix, and its output for the calibration tokens.
-
-    change: what it adds to the residual stream [tokens, width]
-    """
-
-    matrices: dict[str, Rows]
-    vectors: dict[str, Array]
-    change: Array
 
 
 class RecurrentMaker:
@@ -50,7 +37,7 @@ class RecurrentMaker:
         self._model, self._places, self._sequences = model, places, sequences
         self._seed, self._pool = seed, pool
 
-    def layer(self, layer: int, normed: Array) -> Recurrent:
+    def layer(self, layer: int, normed: Array) -> Mixer:
         """Return a recurrent layer. normed: its inputs for the calibration tokens [tokens, width]."""
         model, random = self._model, codes.generator(self._seed, 1, layer)
         matrices = {"recurrent_input": self._input(model.recurrent_rows(layer), normed, random, 1.0)}
@@ -64,15 +51,11 @@ class RecurrentMaker:
         mixer = RecurrentLayer(model, layer, read, vectors.__getitem__)
         parts = np.split(normed, len(self._sequences.ids))
         mixed = np.concatenate(list(self._pool.map(mixer.mix, parts)))
-        output, change = output_rows(model.width, self._places.attention, mixed, random)
-        return Recurrent(matrices | {"recurrent_output": output}, vectors, change)
+        output, change = output_rows(model, self._places.attention, mixed, random)
+        return Mixer(matrices | {"recurrent_output": output}, vectors, change)
 
     def _input(self, rows: int, normed: Array, random: np.random.Generator, deviation: float) -> Rows:
-        state = self._places.state
-        result = codes.zero_rows(rows, self._model.width)
-        result.quants[:, codes.code_bytes(state)] = codes.random_codes(rows, state.stop - state.start, random)
-        result.scales.view(Half)[:, codes.code_groups(state)] = codes.unit_scale(normed[:, state]) * deviation
-        return result
+        return codes.reading_rows(normed, self._places.state, np.full(rows, deviation), random)
 
     def _vector(self, name: str, layer: int, random: np.random.Generator) -> Array:
         length = recurrent_vectors(self._model, layer)[name]

@@ -6,11 +6,13 @@ import math
 from typing import Any
 
 import numpy as np
+from neuronpipe.plans.models.recurrent_sizes import Mixer
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 GROUP = 32
+NEMOTRON3_BLOCKS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 
 
 def _shape(
@@ -100,6 +102,43 @@ _GEMMA4: dict[str, Any] = {
     "logit_cap": 30.0,
 }  # fmt: skip
 
+_LATENTS: dict[str, Any] = {"family": "deepseek", "activation": "silu"}
+_GLM_FLASH: dict[str, Any] = {
+    "norm_epsilon": 1e-5, "router": "sigmoid", "choosing_bias": True, "routed_scale": 1.8, **_LATENTS,
+}  # fmt: skip
+_DEEPSEEK_V2: dict[str, Any] = {"norm_epsilon": 1e-6, "normalized_shares": False, **_LATENTS}
+_PHI: dict[str, Any] = {
+    "family": "phi", "activation": "silu", "norm_epsilon": 1e-5, "norm": "layer", "router": "sparsemixer",
+    "router_jitter": 0.01, "qkv_bias": True, "output_bias": True, "logit_bias": True,
+}  # fmt: skip
+_MAMBA2: dict[str, Any] = {"norm_epsilon": 1e-5, "convolution_tokens": 4, "convolution_bias": True}
+_NEMOTRON3: dict[str, Any] = {
+    "family": "nemotron_h", "activation": "relu2", "gated": False, "router": "sigmoid", "choosing_bias": True,
+    "routed_scale": 2.5, "min_time_step": 0.001, **_MAMBA2,
+}  # fmt: skip
+# The factor of embeddings is left out as with Gemma 4, and so is that of logits, which changes no choice.
+_GRANITE4: dict[str, Any] = {
+    "family": "granite_hybrid", "activation": "silu", "residual_scale": 0.22, **_MAMBA2,
+}  # fmt: skip
+
+
+def _layers_of_nemotron3(blocks: str) -> tuple[LayerKind, ...]:
+    """Return the layers of a published pattern: M is Mamba-2, * attention without positions, E the experts that belong
+    to the layer of the block before."""
+    layers = blocks.replace("E", "e ").replace("M", " M").replace("*", " *").split()
+    mixers: list[Mixer] = ["mamba2" if layer[0] == "M" else "attention" for layer in layers]
+    return runs_of(
+        [0] * len(layers),
+        [mixer != "attention" for mixer in mixers],
+        mixers=mixers,
+        feed_forward=[layer.endswith("e") for layer in layers],
+    )
+
+
+def _layers_of_granite4(layers: int, attention: tuple[int, ...]) -> tuple[LayerKind, ...]:
+    mixers: list[Mixer] = ["attention" if layer in attention else "mamba2" for layer in range(layers)]
+    return runs_of([0] * layers, [mixer != "attention" for mixer in mixers], mixers=mixers)
+
 
 def _layers_of_gemma4(periods: int, window: int, key_heads: int, head_width: int) -> tuple[LayerKind, ...]:
     """Return runs of five layers with windows and one without, which has wider heads and no value matrix.
@@ -165,6 +204,50 @@ SHAPES = {
     "lfm2-8b-a1b": _shape(
         2048, 1792, 24, (32, 8, 64), 65536, 128000, (32, 4),
         layer_kinds=_layers_of_lfm2(24, (2, 6, 10, 14, 18, 21), dense=2), **_LFM2,
+    ),
+    "glm-4.7-flash": _shape(
+        2048, 1536, 47, (20, 1, 256), 154880, 202752, (64, 4), shared_experts=1,
+        layer_kinds=(LayerKind(1, dense_experts=7), LayerKind(46)), latent_width=512, rotary_width=64, value_width=256,
+        query_rank=768, **_GLM_FLASH,
+    ),
+    "glm-flash-100m": _shape(
+        512, 128, 12, (8, 1, 96), 8000, 8192, (32, 4), shared_experts=1,
+        layer_kinds=(LayerKind(1, dense_experts=7), LayerKind(11)), latent_width=128, rotary_width=32, value_width=64,
+        query_rank=192, **_GLM_FLASH,
+    ),
+    "deepseek-v2-lite": _shape(
+        2048, 1408, 27, (16, 1, 192), 102400, 163840, (64, 6), shared_experts=2,
+        layer_kinds=(LayerKind(1, dense_experts=8), LayerKind(26)), latent_width=512, rotary_width=64, value_width=128,
+        **_DEEPSEEK_V2,
+    ),
+    # llama.cpp takes a model of 27 layers for one whose queries have no latent.
+    "deepseek-v2-100m": _shape(
+        512, 64, 27, (8, 1, 96), 8000, 8192, (32, 4), shared_experts=2,
+        layer_kinds=(LayerKind(1, dense_experts=8), LayerKind(26)), latent_width=128, rotary_width=32, value_width=64,
+        **_DEEPSEEK_V2,
+    ),
+    # Its rotary positions have another table beyond 4,096 tokens, so that a package has that context by default.
+    "phi-3.5-moe": _shape(4096, 6400, 32, (32, 8, 128), 32064, 4096, (16, 2), **_PHI),
+    "phi-moe-100m": _shape(512, 256, 12, (8, 2, 64), 8000, 4096, (16, 2), **_PHI),
+    "nemotron-3-nano": _shape(
+        2688, 1856, 29, (32, 2, 128), 131072, 262144, (128, 6), shared_experts=2,
+        layer_kinds=_layers_of_nemotron3(NEMOTRON3_BLOCKS), state_heads=64, state_key_heads=8, state_key_width=128,
+        state_value_width=64, state_norm_groups=8, **_NEMOTRON3,
+    ),
+    "nemotron-3-100m": _shape(
+        512, 256, 8, (8, 2, 64), 8000, 8192, (16, 4), shared_experts=2,
+        layer_kinds=_layers_of_nemotron3("MEMEM*EMEME*EME"), state_heads=16, state_key_heads=4, state_key_width=64,
+        state_value_width=64, state_norm_groups=4, **_NEMOTRON3,
+    ),
+    "granite-4-h-tiny": _shape(
+        1536, 512, 40, (12, 4, 128), 100352, 131072, (64, 6), shared_experts=2,
+        layer_kinds=_layers_of_granite4(40, (5, 15, 25, 35)), state_heads=48, state_key_heads=1, state_key_width=128,
+        state_value_width=64, state_norm_groups=1, attention_scale=math.sqrt(128) / 128, **_GRANITE4,
+    ),
+    "granite-4-h-100m": _shape(
+        512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), shared_experts=2,
+        layer_kinds=_layers_of_granite4(12, (3, 9)), state_heads=16, state_key_heads=1, state_key_width=64,
+        state_value_width=64, state_norm_groups=1, attention_scale=0.125, **_GRANITE4,
     ),
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ from neuronpipe.plans.package.predictor_writer import FiringShares, write_predic
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_vectors, recurrent_vectors
 from neuronpipe.plans.package.writer import PackageWriter, Rows
-from neuronpipe.plans.reference.engine import rms_norm
+from neuronpipe.plans.reference.norms import layer_norm, rms_norm
 from numpy.typing import NDArray
 
 PREDICTOR_RECALL = 0.97
@@ -107,6 +107,9 @@ def synthesize(
             writer, model, work, sequences, pool.map(partial(_tables, model, work), [*work.presets, None])
         )
         writer.vector("output_norm", norm_weights)
+        for vector, length in fixed_vectors(model):
+            if vector in ("output_norm.bias", "output.bias"):
+                writer.vector(vector, np.zeros(length, dtype=np.float32))
         attention = AttentionMaker(model, places, frequencies, sequences, seed, pool)
         recurrent = RecurrentMaker(model, places, sequences, seed, pool)
         granule = GROUP_WEIGHTS if layout.down_by_output else layout.cluster_neurons
@@ -123,7 +126,7 @@ def synthesize(
         routed_before: Array | None = None
         for layer in range(model.layers):
             prefix, layer_input = f"layers.{layer}", x
-            before = rms_norm(x, norm_weights, model.norm_epsilon)
+            before = _normed(model, x)
             change = _write_mixer(writer, model, layer, attention, recurrent, before)
             of_mixer = recurrent_vectors(model, layer)
             for vector, length in fixed_vectors(model):
@@ -137,7 +140,7 @@ def synthesize(
                     weight = OUTPUT_NORMS.get(vector.removeprefix(f"{prefix}."), 1.0)
                     writer.vector(vector, np.full(length, weight, dtype=np.float32))
             x = x + _normed_output(model, "attention_output_norm", change)
-            normed = rms_norm(x, norm_weights, model.norm_epsilon)
+            normed = _normed(model, x)
             always_active = model.expert_counts[layer] - model.routed_experts(layer)
             routed = np.full((len(x), always_active), 0.5 if model.shared_gate else 1.0, dtype=np.float32)
             if model.routed_experts(layer):
@@ -186,6 +189,14 @@ def synthesize(
         return writer.publish()
 
 
+def _normed(model: ModelSpec, x: Array) -> Array:
+    """Return what a layer's part reads."""
+    weights = np.ones(model.width, dtype=np.float32)
+    if model.norm == "layer":
+        return layer_norm(x, weights, np.zeros(model.width, dtype=np.float32), model.norm_epsilon)
+    return rms_norm(x, weights, model.norm_epsilon)
+
+
 def _normed_output(model: ModelSpec, name: str, change: Array) -> Array:
     """Return what a layer adds to the residual stream. name: of the norm of outputs, if the model has it"""
     weights = np.full(model.width, OUTPUT_NORMS[name], dtype=np.float32)
@@ -201,18 +212,13 @@ def _write_mixer(
     normed: Array,
 ) -> Array:
     """Write the matrices of a layer's mixer, and the vectors of a recurrent one, and return what it adds."""
-    prefix = f"layers.{layer}"
-    if model.mixers[layer] == "attention":
-        attention_layer = attention.layer(layer, normed)
-        writer.matrix(f"{prefix}.qkv", attention_layer.qkv)
-        writer.matrix(f"{prefix}.attention_output", attention_layer.output)
-        return attention_layer.change
-    recurrent_layer = recurrent.layer(layer, normed)
-    for name, rows in recurrent_layer.matrices.items():
-        writer.matrix(f"{prefix}.{name}", rows)
-    for name, values in recurrent_layer.vectors.items():
-        writer.vector(f"{prefix}.{name}", values)
-    return recurrent_layer.change
+    maker = attention if model.mixers[layer] == "attention" else recurrent
+    mixer = maker.layer(layer, normed)
+    for name, rows in mixer.matrices.items():
+        writer.matrix(f"layers.{layer}.{name}", rows)
+    for name, values in mixer.vectors.items():
+        writer.vector(f"layers.{layer}.{name}", values)
+    return mixer.change
 
 
 def _experts(maker: NeuronMaker, first_ffn: int, read: LayerInput, routed: Array) -> Iterator[Neurons]:
@@ -271,7 +277,9 @@ class _Finisher:
 
 
 def _mean(values: Iterable[float]) -> float:
-    return round(fmean(values), 6)
+    """Return the mean; 0 of a layer without a feed-forward."""
+    numbers = tuple(values)
+    return round(fmean(numbers), 6) if numbers else 0.0
 
 
 def _mean_quality(layer: list[Firing]) -> PredictorQuality:
