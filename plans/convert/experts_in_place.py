@@ -109,7 +109,7 @@ def _encoding(stored: StoredMatrix) -> str:
     """Return the encoding in which the rows of an expert are read."""
     if not is_shared(stored):
         return stored.encoding
-    is_whole = not isinstance(stored, ColumnPart) or stored.has_whole_blocks
+    is_whole = not isinstance(stored, ColumnPart) or not stored.is_decoded
     return stored.encoding if is_whole and stored.encoding in GGUF_TYPES else OTHERWISE
 
 

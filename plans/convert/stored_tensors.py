@@ -154,14 +154,15 @@ class StoredMatrix:
 
     def column_part(self, first: int, count: int) -> ColumnPart:
         """Return a matrix of `count` columns, from column `first` on. Columns that do not exist are zeros."""
-        return ColumnPart(
-            self.name, self.file, self.offset, self.rows, count, self.encoding, whole=self, first_column=first
-        )
+        has_whole_blocks = all(row_bytes(self.encoding, columns) is not None for columns in (first, count))
+        encoding = self.encoding if has_whole_blocks else "F32"
+        return ColumnPart(self.name, self.file, self.offset, self.rows, count, encoding, whole=self, first_column=first)
 
 
 @frozen
 class ColumnPart(StoredMatrix):
-    """Some columns of a matrix. Columns that do not exist are zeros. Every read is of whole rows."""
+    """Some columns of a matrix. Columns that do not exist are zeros. Every read is of whole rows. The part has the
+    encoding of the matrix if its blocks stay whole, otherwise it is decoded."""
 
     whole: StoredMatrix = field(kw_only=True)
     first_column: int = field(kw_only=True)
@@ -171,12 +172,13 @@ class ColumnPart(StoredMatrix):
         return self.whole.stride_bytes
 
     @property
-    def has_whole_blocks(self) -> bool:
-        """True if the encoding's blocks do not cross the bounds of the part."""
-        return all(row_bytes(self.encoding, count) is not None for count in (self.first_column, self.columns))
+    def is_decoded(self) -> bool:
+        """True if blocks of the matrix cross the bounds of the part."""
+        return self.encoding != self.whole.encoding
 
     def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
-        """Return the bytes of some rows. Only for parts that have whole blocks."""
+        if self.is_decoded:
+            return np.ascontiguousarray(self.values(rows)).view(np.uint8)
         first_byte, size_bytes = (row_bytes(self.encoding, count) or 0 for count in (self.first_column, self.columns))
         part = self.whole.stored(rows)[:, first_byte : first_byte + size_bytes]
         return np.pad(part, ((0, 0), (0, size_bytes - part.shape[1])))

@@ -2,47 +2,43 @@
 
 Such engines do the same work for any weights, so that the counterpart is as fast as the model. Encodings follow
 llama.cpp's presets (src/llama-quant.cpp, 2026-11): one for most matrices, Q6_K for the output, F32 for norms and
-routers; in Q4_K_M also Q6_K for values and Down of some layers, and Q5_0 and Q8_0 for rows of Down that are no whole
-blocks; in MXFP4 experts are in it and the rest in Q8_0. The architecture is `llama` (SiLU, dense or a mixture),
-`qwen3`, `qwen3moe`, `smallthinker`, `gpt-oss`, `gemma4` or one with recurrent layers. Routers are random; hot experts
-have longer rows. Biases and sinks are zeros.
+routers; in Q4_K_M also Q6_K for values and Down of some layers; Q5_0 and Q8_0 for rows that are no whole blocks; in
+MXFP4 experts are in it and the rest in Q8_0. The architecture is `llama` (SiLU, dense or a mixture) or one of those
+that `architecture` names. Routers are random; hot experts have longer rows. Biases and sinks are zeros. llama.cpp
+computes phimoe with RMS norms and the shares of a softmax, so that its text is not that of Phi-3.5-MoE.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, LlamaFileType
-from gguf.constants import GGUF_DEFAULT_ALIGNMENT
-from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, PLAIN_BYTES
+from neuronpipe.plans.lab import latent_counterpart as latents
 from neuronpipe.plans.lab import recurrent_counterpart as recurrent
+from neuronpipe.plans.lab.counterpart_weights import BLOCK_WEIGHTS, Progress, Tensor, write_weights
 from neuronpipe.plans.lab.recurrent_counterpart import ONE_PART, recurrent_architecture
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
 from neuronpipe.plans.lab.synth.shapes import LOCAL_ROPE_BASE, rope_base, rotated_pairs, rotated_width
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
 from neuronpipe.plans.package.atomic_output import whole_file
-from neuronpipe.plans.package.tensors import norm_widths
+from neuronpipe.plans.package.tensors import norm_widths, row_lengths
 from neuronpipe.plans.predictor.fit import quantile
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
-from numpy.typing import NDArray
 
 NAME = "shape twin"  # part of files, so it cannot change
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of token, as GGUF numbers them
 SPACE = "▁"
 SPECIAL_PIECES = ("<unk>", "<s>", "</s>")
-Progress = Callable[[int, int], None]
 BYTE_PIECES = tuple(f"<0x{value:02X}>" for value in range(256))
 LETTERS = (SPACE, *"0123456789")
 MIN_VOCABULARY = len(SPECIAL_PIECES) + len(BYTE_PIECES) + len(LETTERS)
 
 
-PIECE_BYTES = 8 << 20  # of random weights that are computed at once
+NOT_ROTATED = 1e30  # llama.cpp's divisor of the frequencies of pairs that are not rotated
 SMALLTHINKER_WINDOW_TOKENS, SMALLTHINKER_PERIOD = 4096, 4  # llama.cpp uses these for every file
 GATING = {"softmax": ExpertGatingFuncType.SOFTMAX, "sigmoid": ExpertGatingFuncType.SIGMOID}
 
@@ -69,39 +65,6 @@ PRESETS = {
     "Q8_0": Preset(LlamaFileType.MOSTLY_Q8_0, "Q8_0", "Q8_0", "Q8_0"),
     "MXFP4": Preset(LlamaFileType.MOSTLY_MXFP4_MOE, "Q8_0", "Q8_0", "Q8_0", experts="MXFP4"),
 }
-# Of random blocks with a scale of 1: where the fp16 scale lies, and the deviation of the weights. A random nibble - 8
-# deviates by 4.6, a signed byte by 74. In Q6_K signed bytes are factors of six bits - 32, which deviate by 18.5. In
-# Q4_K six-bit factors, with a mean of 31.5, scale codes and minima.
-SCALES = {
-    "Q4_0": (0, 4.6),
-    "Q5_0": (0, 9.2),
-    "Q8_0": (0, 74.0),
-    "Q6_K": (208, 74 * 18.5),
-    "Q4_K": (0, 230.0),
-}
-NOT_ROTATED = 1e30  # llama.cpp's divisor of the frequencies of pairs that are not rotated
-MXFP4_DEVIATION = 2.93  # of a random nibble's value, times 2^(exponent - 127)
-MEAN_CODES = {"Q4_K": 7.5}  # minima of this size, in units of scales, center the weights
-
-
-class _Tensor(NamedTuple):
-    name: str
-    rows: int  # 0: a vector
-    columns: int
-    encoding: str
-    experts: int = 0  # number of stacked matrices; 0: a plain matrix
-    lengths: tuple[float, ...] = ()  # of its rows; empty: all about 1
-    constant: float | None = None  # of all elements; None: random, vectors are 1
-    values: tuple[float, ...] = ()  # of a vector; empty: as `constant` says
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(size for size in (self.experts, self.rows, self.columns) if size)
-
-    @property
-    def size_bytes(self) -> int:
-        block_weights, block_bytes = _block(self.encoding)
-        return math.prod(self.shape) // block_weights * block_bytes
 
 
 def write_gguf_counterpart(
@@ -117,7 +80,7 @@ def write_gguf_counterpart(
     """
     encodings = PRESETS[preset]
     _require(path, model, encodings)
-    tensors = tuple(_tensors(model, encodings))
+    tensors = tuple(tensor.in_whole_blocks() for tensor in _tensors(model, encodings))
     with whole_file(path) as place:
         writer = GGUFWriter(place, architecture(model))
         _describe(writer, model, encodings)
@@ -128,35 +91,17 @@ def write_gguf_counterpart(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         writer.close()
-        _write_weights(place, tensors, seed, progress)
-
-
-def _write_weights(place: Path, tensors: tuple[_Tensor, ...], seed: int, progress: Progress | None) -> None:
-    pieces = [
-        (tensor, (seed, number, start), min(_piece_bytes(tensor), tensor.size_bytes - start))
-        for number, tensor in enumerate(tensors)
-        for start in range(0, tensor.size_bytes, _piece_bytes(tensor))
-    ]
-    written, total = 0, sum(tensor.size_bytes for tensor in tensors)
-    with place.open("ab") as file, ThreadPoolExecutor(1) as pool:
-        file.write(bytes(-file.tell() % GGUF_DEFAULT_ALIGNMENT))
-        coming = pool.submit(_random, *pieces[0])
-        for number, (tensor, place_of_piece, size_bytes) in enumerate(pieces):
-            piece = coming.result()
-            if number + 1 < len(pieces):
-                coming = pool.submit(_random, *pieces[number + 1])
-            file.write(piece.data)
-            if place_of_piece[-1] + size_bytes == tensor.size_bytes:
-                file.write(bytes(-tensor.size_bytes % GGUF_DEFAULT_ALIGNMENT))
-            written += size_bytes
-            if progress is not None:
-                progress(written, total)
+        write_weights(place, tensors, seed, progress)
 
 
 def architecture(model: ModelSpec) -> str:
     """Return llama.cpp's name for the architecture of a shape."""
     if (of_recurrent := recurrent_architecture(model)) is not None:
         return of_recurrent
+    if model.latent_width:
+        return latents.ARCHITECTURE
+    if model.router == "sparsemixer":
+        return "phimoe"
     if model.branch_norms:
         return "gemma4"
     if model.router_reads == "layer":
@@ -182,14 +127,12 @@ def _require(path: Path, model: ModelSpec, preset: Preset) -> None:
         )
     if model.vocabulary < MIN_VOCABULARY:
         raise UserError(f"{path}: vocabulary is {model.vocabulary}; the tokenizer of GGUF needs {MIN_VOCABULARY}")
-    for field, columns, encoding in (
-        ("width", model.width, preset.output),
-        ("state_heads * state_value_width", model.state_values_width, preset.usual),
-        ("neurons", model.neurons, _in_whole_blocks(preset.experts or preset.usual, model.neurons)),
-        ("query_heads * head_width", model.query_width, preset.usual),
-    ):
-        if columns % (block := BLOCK_WEIGHTS_BYTES[encoding][0]):
-            raise UserError(f"{path}: {field} is {columns}, no multiple of {block} as {encoding} needs")
+    lengths = row_lengths(model) | {"neurons": model.neurons}
+    if model.latent_width:
+        lengths["head_width - rotary_width"] = model.unrotated_width
+    for field, columns in lengths.items():
+        if columns % BLOCK_WEIGHTS:
+            raise UserError(f"{path}: {field} is {columns}, no multiple of {BLOCK_WEIGHTS} as GGUF's encodings need")
 
 
 def _windowed_layers(model: ModelSpec) -> tuple[LayerKind, ...] | None:
@@ -206,46 +149,47 @@ def _windowed_layers(model: ModelSpec) -> tuple[LayerKind, ...] | None:
     )
 
 
-def _in_whole_blocks(encoding: str, columns: int) -> str:
-    """Return the encoding, or the one that llama.cpp takes if rows are no whole number of its blocks."""
-    if columns % BLOCK_WEIGHTS_BYTES[encoding][0] == 0:
-        return encoding
-    return {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}.get(encoding, encoding)
-
-
 def _has_more_bits(layer: int, layers: int) -> bool:
     """Return True for the layers to which llama.cpp gives more bits."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
-def _tensors(model: ModelSpec, preset: Preset) -> Iterator[_Tensor]:
+def _tensors(model: ModelSpec, preset: Preset) -> Iterator[Tensor]:
     width, name, usual, block = model.width, architecture(model), preset.usual, 0
-    yield _Tensor("token_embd.weight", model.vocabulary, width, usual)
+    yield Tensor("token_embd.weight", model.vocabulary, width, usual)
     norm = "post_attention_norm" if name in ("gpt-oss", "glm4moe", "qwen35", "qwen35moe") else "ffn_norm"
     for layer in range(model.layers):
         place, larger = f"blk.{block}", preset.larger if _has_more_bits(layer, model.layers) else usual
         if model.mixers[layer] != "none":
-            yield _Tensor(f"{place}.attn_norm.weight", 0, width, "F32")
+            yield from _norm(model, f"{place}.attn_norm")
             yield from _mixer(model, layer, place, preset, larger)
         if name in ONE_PART and model.mixers[layer] != "none" and model.ffn_layers[layer]:
             block += 1
             place = f"blk.{block}"
         if model.ffn_layers[layer]:
-            yield _Tensor(f"{place}.{'attn_norm' if name in ONE_PART else norm}.weight", 0, width, "F32")
+            yield from _norm(model, f"{place}.{'attn_norm' if name in ONE_PART else norm}")
             for part, length in _ones_of_gemma4(model).items():
-                yield _Tensor(f"{place}.{part}", 0, length, "F32")
+                yield Tensor(f"{place}.{part}", 0, length, "F32")
             for part, shape in _zeros(model, layer):
-                yield _Tensor(f"{place}.{part}", shape[0], shape[1], "F32", constant=0.0)
+                yield Tensor(f"{place}.{part}", shape[0], shape[1], "F32", constant=0.0)
             yield from _feed_forward(model, layer, place, preset, larger)
         block += 1
     output_norm = "token_embd_norm" if name in ("lfm2", "lfm2moe") else "output_norm"
-    yield _Tensor(f"{output_norm}.weight", 0, width, "F32")
+    yield from _norm(model, output_norm)
     if model.branch_norms:
         pairs, rotated = model.table_width(is_local=False) // 2, rotated_pairs(model, is_local=False)
         values = (1.0,) * rotated + (NOT_ROTATED,) * (pairs - rotated)
-        yield _Tensor("rope_freqs.weight", 0, pairs, "F32", values=values)
-    yield _Tensor("output.weight", model.vocabulary, width, preset.output)
+        yield Tensor("rope_freqs.weight", 0, pairs, "F32", values=values)
+    yield Tensor("output.weight", model.vocabulary, width, preset.output)
+    if model.logit_bias:
+        yield Tensor("output.bias", 0, model.vocabulary, "F32", constant=0.0)
+
+
+def _norm(model: ModelSpec, name: str) -> Iterator[Tensor]:
+    yield Tensor(f"{name}.weight", 0, model.width, "F32")
+    if model.norm == "layer":
+        yield Tensor(f"{name}.bias", 0, model.width, "F32", constant=0.0)
 
 
 def _ones_of_gemma4(model: ModelSpec) -> dict[str, int]:
@@ -260,45 +204,47 @@ def _ones_of_gemma4(model: ModelSpec) -> dict[str, int]:
     }
 
 
-def _mixer(model: ModelSpec, layer: int, place: str, preset: Preset, larger: str) -> Iterator[_Tensor]:
+def _mixer(model: ModelSpec, layer: int, place: str, preset: Preset, larger: str) -> Iterator[Tensor]:
     width, heads, usual = model.width, model.layer_heads[layer], preset.usual
     if model.mixers[layer] != "attention":
-        for part in recurrent.recurrent_tensors(model, layer):
-            encoding = "F32" if part.is_plain else usual
-            yield _Tensor(f"{place}.{part.name}", part.rows, part.columns, encoding, constant=part.constant)
+        yield from recurrent.recurrent_tensors(model, layer, place, usual)
         return
-    yield _Tensor(f"{place}.attn_q.weight", heads.query_width * (1 + model.gated_attention), width, usual)
-    yield _Tensor(f"{place}.attn_k.weight", heads.key_width, width, usual)
+    if model.latent_width:
+        yield from latents.latent_tensors(model, place, usual)
+        yield Tensor(f"{place}.attn_output.weight", width, heads.query_width, usual)
+        return
+    yield Tensor(f"{place}.attn_q.weight", heads.query_width * (1 + model.gated_attention), width, usual)
+    yield Tensor(f"{place}.attn_k.weight", heads.key_width, width, usual)
     if not heads.value_from_key:
-        yield _Tensor(f"{place}.attn_v.weight", heads.key_width, width, larger)
+        yield Tensor(f"{place}.attn_v.weight", heads.key_width, width, larger)
     if model.head_norm or model.joint_norm:
         for letter, length in zip(("q", "k"), norm_widths(model, heads), strict=True):
-            yield _Tensor(f"{place}.attn_{letter}_norm.weight", 0, length, "F32")
-    yield _Tensor(f"{place}.attn_output.weight", width, heads.query_width, usual)
+            yield Tensor(f"{place}.attn_{letter}_norm.weight", 0, length, "F32")
+    yield Tensor(f"{place}.attn_output.weight", width, heads.query_width, usual)
 
 
-def _feed_forward(model: ModelSpec, layer: int, place: str, preset: Preset, larger: str) -> Iterator[_Tensor]:
+def _feed_forward(model: ModelSpec, layer: int, place: str, preset: Preset, larger: str) -> Iterator[Tensor]:
     width, usual = model.width, preset.usual
     experts, suffix = (model.experts, "_exps") if model.experts > 1 else (0, "")
-    down = _in_whole_blocks(larger, model.neurons) if preset.experts is None else preset.experts
+    down = preset.experts or larger
     rows = preset.experts or usual
     always_active = model.expert_counts[layer] - model.routed_experts(layer)
     if model.experts > 1 and always_active:
         is_beside = model.routed_experts(layer) > 0 and not model.branch_norms
         kind, neurons = "_shexp" if is_beside else "", always_active * model.neurons
         for matrix in model.ffn_matrices[:-1]:
-            yield _Tensor(f"{place}.ffn_{matrix}{kind}.weight", neurons, width, usual)
-        yield _Tensor(f"{place}.ffn_down{kind}.weight", width, neurons, _in_whole_blocks(larger, neurons))
+            yield Tensor(f"{place}.ffn_{matrix}{kind}.weight", neurons, width, usual)
+        yield Tensor(f"{place}.ffn_down{kind}.weight", width, neurons, larger)
     if model.experts > 1 and not model.routed_experts(layer):
         return
     if experts:
-        yield _Tensor(f"{place}.ffn_gate_inp.weight", experts, width, "F32", lengths=_router_lengths(model, layer))
+        yield Tensor(f"{place}.ffn_gate_inp.weight", experts, width, "F32", lengths=_router_lengths(model, layer))
     if model.branch_norms:
-        yield _Tensor(f"{place}.ffn_gate_up_exps.weight", 2 * model.neurons, width, rows, experts)
+        yield Tensor(f"{place}.ffn_gate_up_exps.weight", 2 * model.neurons, width, rows, experts)
     else:
         for matrix in model.ffn_matrices[:-1]:
-            yield _Tensor(f"{place}.ffn_{matrix}{suffix}.weight", model.neurons, width, rows, experts)
-    yield _Tensor(f"{place}.ffn_down{suffix}.weight", width, model.neurons, down, experts)
+            yield Tensor(f"{place}.ffn_{matrix}{suffix}.weight", model.neurons, width, rows, experts)
+    yield Tensor(f"{place}.ffn_down{suffix}.weight", width, model.neurons, down, experts)
 
 
 def _zeros(model: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -311,9 +257,10 @@ def _zeros(model: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]
         yield "exp_probs_b.bias", (0, model.experts)
     if model.shared_gate and model.routed_experts(layer):
         yield "ffn_gate_inp_shexp.weight", (0, model.width)
+    if model.output_bias:
+        yield "attn_output.bias", (0, model.width)
     if not model.attention_sinks:
         return
-    yield "attn_output.bias", (0, model.width)
     yield "attn_sinks.weight", (0, model.query_heads)
     yield "ffn_gate_inp.bias", (0, model.experts)
     for matrix in ("gate", "up", "down"):
@@ -331,50 +278,6 @@ def _router_lengths(model: ModelSpec, layer: int) -> tuple[float, ...]:
         return ()
     lengths = -1 / quantile(frequencies(model, routing))
     return tuple(np.random.default_rng(layer).permutation(lengths).tolist())
-
-
-def _block(encoding: str) -> tuple[int, int]:
-    return (1, PLAIN_BYTES[encoding]) if encoding in PLAIN_BYTES else BLOCK_WEIGHTS_BYTES[encoding]
-
-
-def _piece_bytes(tensor: _Tensor) -> int:
-    return PIECE_BYTES // (block_bytes := _block(tensor.encoding)[1]) * block_bytes
-
-
-def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray[np.uint8] | NDArray[np.float32]:
-    """Return a piece of a tensor. Norms are 1, rows have lengths near 1, so that activations stay finite.
-
-    place: seed, number of the tensor, first byte within the tensor
-    """
-    generator, length = np.random.Generator(np.random.SFC64(place)), np.sqrt(tensor.columns)
-    if tensor.encoding == "F32":
-        count = size_bytes // PLAIN_BYTES["F32"]
-        if tensor.values:
-            return np.array(tensor.values, dtype=np.float32)
-        if tensor.constant is not None or not tensor.rows:
-            return np.full(count, 1 if tensor.constant is None else tensor.constant, dtype=np.float32)
-        values = generator.standard_normal(count, dtype=np.float32) / np.float32(length)
-        if tensor.lengths:
-            first = place[-1] // PLAIN_BYTES["F32"]
-            values *= np.array(tensor.lengths, np.float32)[np.arange(first, first + count) // tensor.columns]
-        return np.asarray(values)
-    block_bytes = BLOCK_WEIGHTS_BYTES[tensor.encoding][1]
-    blocks = generator.integers(0, 1 << 64, -(-size_bytes // 8), dtype=np.uint64).view(np.uint8)[:size_bytes]
-    blocks = blocks.reshape(-1, block_bytes)
-    if tensor.encoding == "MXFP4":
-        exponent = 127 - round(math.log2(MXFP4_DEVIATION * length))
-        blocks[:, 0] = generator.integers(exponent - 1, exponent + 2, len(blocks), dtype=np.uint8)
-        return blocks.reshape(-1)
-    at, spread = SCALES[tensor.encoding]
-    # The mean of quants may be below 0, so scales have both signs.
-    sizes = generator.random(len(blocks), dtype=np.float32) + np.float32(0.5)
-    np.negative(sizes, where=generator.integers(0, 2, len(blocks), dtype=np.bool_), out=sizes)
-    sizes /= np.float32(spread * length)
-    blocks[:, at : at + 2] = sizes.astype("<f2").view(np.uint8).reshape(-1, 2)
-    if tensor.encoding in MEAN_CODES:
-        minima = sizes * np.float32(MEAN_CODES[tensor.encoding])
-        blocks[:, at + 2 : at + 4] = minima.astype("<f2").view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(-1)
 
 
 def _describe_gemma4(writer: GGUFWriter, model: ModelSpec) -> None:
@@ -409,11 +312,15 @@ def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
     if architecture(model) == "gemma4":
         _describe_gemma4(writer, model)
     else:
-        numbers["attention.head_count_kv"] = model.key_heads
-        writer.add_key_length(model.head_width)
-        writer.add_value_length(model.head_width)
-    for key, value in (numbers | recurrent.recurrent_keys(model)).items():
-        methods: dict[type, Any] = {list: writer.add_array, float: writer.add_float32, int: writer.add_uint32}
+        numbers |= {
+            "attention.head_count_kv": model.key_heads,
+            "attention.key_length": model.head_width,
+            "attention.value_length": model.head_width,
+        }
+    methods: dict[type, Any] = {
+        list: writer.add_array, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool
+    }  # fmt: skip
+    for key, value in (numbers | recurrent.recurrent_keys(model) | latents.latent_keys(model)).items():
         methods[type(value)](f"{architecture(model)}.{key}", value)
     writer.add_rope_dimension_count(rotated_width(model))
     writer.add_rope_freq_base(rope_base(model))
@@ -423,9 +330,9 @@ def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
         writer.add_expert_used_count(model.experts_per_token)
         if architecture(model) != "llama":  # llama has neither of these keys
             writer.add_expert_feed_forward_length(model.neurons)
-            if architecture(model) not in ("gpt-oss", "gemma4"):
+            if architecture(model) not in ("gpt-oss", "gemma4", "phimoe"):
                 writer.add_expert_gating_func(GATING[model.router])
-        if architecture(model) in ("glm4moe", "nemotron_h_moe"):
+        if architecture(model) in ("glm4moe", "nemotron_h_moe", "deepseek2"):
             writer.add_leading_dense_block_count(sum(model.dense_layers))
             writer.add_expert_shared_count(model.shared_experts)
             writer.add_expert_weights_scale(model.routed_scale)

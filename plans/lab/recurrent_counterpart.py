@@ -2,69 +2,69 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+from neuronpipe.plans.lab.counterpart_weights import Tensor
 from neuronpipe.plans.models.spec import ModelSpec
 
 ARCHITECTURES = {"deltanet": ("qwen35", "qwen35moe"), "convolution": ("lfm2", "lfm2moe")}
 ONE_PART = ("nemotron_h", "nemotron_h_moe")
 """Architectures whose layers in a file are a mixer or a feed-forward."""
 
+GRANITE = "granitehybrid"
+
 DECAY, TIME_BIAS = -1.0, -3.0  # a memory lasts some twenty tokens
-
-
-class OfMixer(NamedTuple):
-    """A tensor of a recurrent layer.
-
-    rows: 0: a vector
-    is_plain: the tensor is F32 in every preset
-    constant: the value of all elements; None: random ones
-    """
-
-    name: str
-    rows: int
-    columns: int
-    is_plain: bool = False
-    constant: float | None = None
 
 
 def recurrent_architecture(model: ModelSpec) -> str | None:
     """Return llama.cpp's name for the architecture of a shape with recurrent layers; None if it has none."""
     is_mixture = model.experts > 1
-    if "mamba2" in model.mixers and not model.gated:
-        return ONE_PART[is_mixture]
+    if "mamba2" in model.mixers:
+        return GRANITE if model.gated else ONE_PART[is_mixture]
     return next((names[is_mixture] for mixer, names in ARCHITECTURES.items() if mixer in model.mixers), None)
 
 
-def recurrent_tensors(model: ModelSpec, layer: int) -> Iterator[OfMixer]:
-    """Yield the tensors of a recurrent layer, without its norm."""
+def recurrent_tensors(model: ModelSpec, layer: int, place: str, usual: str) -> Iterator[Tensor]:
+    """Yield the tensors of a recurrent layer, without its norm.
+
+    place: the beginning of their names
+    usual: encoding of the matrices that are multiplied with whole vectors
+    """
+
+    def matrix(name: str, rows: int, columns: int) -> Tensor:
+        return Tensor(f"{place}.{name}.weight", rows, columns, usual)
+
+    def plain(name: str, rows: int, columns: int, constant: float | None = None) -> Tensor:
+        return Tensor(f"{place}.{name}", rows, columns, "F32", constant=constant)
+
     width, channels, heads, values = model.width, model.channels(layer), model.state_heads, model.state_values_width
     if model.mixers[layer] == "convolution":
-        yield OfMixer("shortconv.in_proj.weight", model.recurrent_rows(layer), width)
-        yield OfMixer("shortconv.conv.weight", channels, model.convolution_tokens, is_plain=True)
-        yield OfMixer("shortconv.out_proj.weight", width, width)
+        yield matrix("shortconv.in_proj", model.recurrent_rows(layer), width)
+        yield plain("shortconv.conv.weight", channels, model.convolution_tokens)
+        yield matrix("shortconv.out_proj", width, width)
         return
     is_mamba = model.mixers[layer] == "mamba2"
     if is_mamba:
-        yield OfMixer("ssm_in.weight", model.recurrent_rows(layer) + heads, width)
+        yield matrix("ssm_in", model.recurrent_rows(layer) + heads, width)
     else:
-        yield OfMixer("attn_qkv.weight", channels, width)
-        yield OfMixer("attn_gate.weight", values, width)
-        yield OfMixer("ssm_alpha.weight", heads, width)
-        yield OfMixer("ssm_beta.weight", heads, width)
-    yield OfMixer("ssm_conv1d.weight", channels, model.convolution_tokens, is_plain=True)
+        yield matrix("attn_qkv", channels, width)
+        yield matrix("attn_gate", values, width)
+        yield matrix("ssm_alpha", heads, width)
+        yield matrix("ssm_beta", heads, width)
+    yield plain("ssm_conv1d.weight", channels, model.convolution_tokens)
     if model.convolution_bias:
-        yield OfMixer("ssm_conv1d.bias", 0, channels, is_plain=True, constant=0.0)
+        yield plain("ssm_conv1d.bias", 0, channels, 0.0)
     of_heads = (heads, 1) if is_mamba else (0, heads)
-    yield OfMixer("ssm_a", *of_heads, is_plain=True, constant=DECAY)
-    yield OfMixer("ssm_dt.bias", 0, heads, is_plain=True, constant=TIME_BIAS)
+    yield plain("ssm_a", *of_heads, DECAY)
+    yield plain("ssm_dt.bias", 0, heads, TIME_BIAS)
     if is_mamba:
-        yield OfMixer("ssm_d", heads, 1, is_plain=True, constant=1.0)
+        yield plain("ssm_d", heads, 1, 1.0)
     groups = model.state_norm_groups
     normed = (groups, values // groups) if is_mamba else (0, model.state_value_width)
-    yield OfMixer("ssm_norm.weight", *normed, is_plain=True, constant=1.0)
-    yield OfMixer("ssm_out.weight", width, values)
+    yield plain("ssm_norm.weight", *normed, 1.0)
+    yield matrix("ssm_out", width, values)
 
 
 def recurrent_keys(model: ModelSpec) -> dict[str, Any]:
@@ -88,6 +88,16 @@ def recurrent_keys(model: ModelSpec) -> dict[str, Any]:
             "attention.layer_norm_epsilon": model.norm_epsilon,
             "block_count": len(_parts(model, name)),
             "expert_shared_feed_forward_length": model.shared_experts * model.neurons,
+        }
+    if name == GRANITE:
+        return sizes | {
+            "attention.head_count_kv": _key_heads(model, name),
+            "expert_shared_feed_forward_length": model.shared_experts * model.neurons,
+            "rope.scaling.finetuned": any(model.rotary_layers),
+            "attention.scale": model.attention_scale / math.sqrt(model.head_width),
+            "embedding_scale": model.embedding_scale,
+            "residual_scale": model.residual_scale,
+            "logit_scale": 1 / model.logit_scale,
         }
     return sizes | {
         "attention.recurrent_layers": [mixer != "attention" for mixer in model.mixers],

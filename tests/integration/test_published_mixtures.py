@@ -12,7 +12,19 @@ from tests.pipeline import Shell
 from tests.unit.test_synth import four_layers
 
 
-@pytest.mark.parametrize("name", ["smallthinker-100m", "qwen3-moe-100m", "glm-moe-100m", "qwen3.5-moe-100m"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "smallthinker-100m",
+        "qwen3-moe-100m",
+        "glm-moe-100m",
+        "qwen3.5-moe-100m",
+        "glm-flash-100m",
+        "phi-moe-100m",
+        "nemotron-3-100m",
+        "granite-4-h-100m",
+    ],
+)
 def test_a_mixture_walks_its_trajectory_with_a_third_of_its_neurons(name: str, shell: Shell, tmp_path: Path) -> None:
     package = synthesize(name, four_layers(SHAPES[name]), tmp_path / "package")
     assert package.manifest.workload is not None

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import convert
 from neuronpipe.plans.convert.gguf.gguf_model import open_gguf
-from neuronpipe.plans.lab import gguf_counterpart as counterpart_module
+from neuronpipe.plans.lab import counterpart_weights
 from neuronpipe.plans.lab.gguf_counterpart import MIN_VOCABULARY, write_gguf_counterpart
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
 from neuronpipe.plans.lab.synth.shapes import SHAPES
@@ -136,9 +137,46 @@ MIXTURES = {
         convolution_tokens=4,
         convolution_bias=True,
     ),
+    "deepseek2": replace(
+        TINY,
+        family="deepseek",
+        layer_kinds=(LayerKind(1, dense_experts=3), LayerKind(1)),
+        experts=4,
+        experts_per_token=2,
+        shared_experts=1,
+        router="sigmoid",
+        choosing_bias=True,
+        routed_scale=1.5,
+        key_heads=1,
+        head_width=96,
+        latent_width=64,
+        rotary_width=32,
+        value_width=64,
+        query_rank=96,
+    ),
+    "granitehybrid": replace(
+        TINY,
+        family="granite_hybrid",
+        layer_kinds=runs_of([0] * 3, [True, False, True], mixers=["mamba2", "attention", "mamba2"]),
+        experts=8,
+        experts_per_token=3,
+        shared_experts=2,
+        state_heads=8,
+        state_key_heads=1,
+        state_key_width=32,
+        state_value_width=64,
+        state_norm_groups=1,
+        convolution_tokens=4,
+        convolution_bias=True,
+        residual_scale=0.25,
+        attention_scale=0.5,
+    ),
     "smallthinker": SMALLTHINKER,
     "smallthinker without windows": replace(SMALLTHINKER, layer_kinds=(LayerKind(3),)),
 }
+MIXTURES["deepseek2 without a latent of queries"] = replace(
+    MIXTURES["deepseek2"], query_rank=0, router="softmax", choosing_bias=False, normalized_shares=False
+)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +222,7 @@ def test_experts_in_mxfp4_and_what_is_in_q8_0_beside_them_keep_their_values(tmp_
 def test_a_twins_router_chooses_hot_experts_as_often_as_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counterpart_module, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(counterpart_weights, "PIECE_BYTES", 10_000)
     model = replace(SMALLTHINKER, experts=64, experts_per_token=6)
     write_gguf_counterpart(tmp_path / "t.gguf", model, seed=1)
     with open_gguf(tmp_path / "t.gguf", Options()) as checkpoint:
@@ -198,7 +236,7 @@ def test_a_twins_router_chooses_hot_experts_as_often_as_the_package(
 
 
 def test_a_twin_made_in_many_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counterpart_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(counterpart_weights, "PIECE_BYTES", 1000)
     model, told = MIXTURES["qwen3moe"], list[tuple[int, int]]()
     write_gguf_counterpart(tmp_path / "t.gguf", model, seed=1, progress=lambda *bytes_: told.append(bytes_))
     assert told[-1][0] == told[-1][1]
@@ -214,6 +252,28 @@ def test_encodings_are_those_of_the_q4_0_preset(counterpart: Path) -> None:
         encodings = {name: {part.encoding for part in parts} for name, parts in checkpoint.matrices.items()}
         assert encodings.pop("output") == {"Q6_K"}
         assert all(found == {"Q4_0"} for found in encodings.values())
+
+
+def test_rows_that_are_no_whole_blocks_have_the_encodings_that_llama_cpp_takes(tmp_path: Path) -> None:
+    write_gguf_counterpart(tmp_path / "t.gguf", replace(TINY, width=288), seed=1, preset="Q4_K_M")
+    with open_gguf(tmp_path / "t.gguf", Options()) as checkpoint:
+        encodings = {name: {part.encoding for part in parts} for name, parts in checkpoint.matrices.items()}
+    assert encodings["output"] == {"Q8_0"}
+    assert encodings["layers.0.up"] == {"Q5_0"}
+    assert encodings["layers.0.attention_output"] == {"Q4_K"}
+
+
+def test_phimoe_has_the_biases_that_llama_cpp_requires(tmp_path: Path) -> None:
+    model = replace(SHAPES["phi-moe-100m"], layer_kinds=(LayerKind(1),), vocabulary=600)
+    write_gguf_counterpart(tmp_path / "t.gguf", model, seed=1)
+    reader = GGUFReader(tmp_path / "t.gguf")
+    shapes = {tensor.name: [int(size) for size in tensor.shape] for tensor in reader.tensors}
+    assert reader.fields["general.architecture"].contents() == "phimoe"
+    assert "phimoe.expert_gating_func" not in reader.fields
+    for name, length in (("output", 600), ("output_norm", 512), ("blk.0.attn_norm", 512), ("blk.0.ffn_norm", 512)):
+        assert shapes[f"{name}.bias"] == [length]
+    assert shapes["blk.0.attn_output.bias"] == shapes["blk.0.attn_q.bias"] == [512]
+    assert shapes["blk.0.ffn_gate_exps.weight"] == [512, 256, 16]
 
 
 def test_rows_have_a_length_near_one_and_lean_to_no_side(counterpart: Path) -> None:
@@ -242,8 +302,8 @@ def test_a_seed_makes_the_same_bytes_and_another_seed_others(counterpart: Path, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"width": 288}, "width is 288, no multiple of 256 as Q6_K needs"),
-        ({"neurons": 100}, "neurons is 100, no multiple of 32 as Q4_0 needs"),
+        ({"width": 272}, "width is 272, no multiple of 32 as GGUF's encodings need"),
+        ({"neurons": 100}, "neurons is 100, no multiple of 32 as GGUF's encodings need"),
         ({"vocabulary": 200}, "vocabulary is 200; the tokenizer of GGUF needs 270"),
         ({"layer_kinds": (LayerKind(2, 128),)}, "layer_kinds: has attention windows .128 tokens"),
         (

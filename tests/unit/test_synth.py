@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert.quantize import decode, encode
+from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.lab.shapes.models import model_of
 from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
 from neuronpipe.plans.lab.simulate.recording import Recording, record
@@ -136,7 +137,7 @@ def test_a_mixture_walks_too_and_its_experts_are_all_of_use(tmp_path: Path) -> N
     assert all(layer.recall > 0.9 for layer in manifest.predictor.by_layer)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-moe-100m", "lfm2-8b-a1b"])
+@pytest.mark.parametrize("name", ["qwen3.5-moe-100m", "lfm2-8b-a1b", "nemotron-3-100m", "granite-4-h-100m"])
 def test_recurrent_layers_walk_too(name: str, tmp_path: Path) -> None:
     """Memories decay, and outputs of convolutions are as large as their inputs."""
     small: dict[str, Any] = {"width": 512, "neurons": 256, "experts": 16, "query_heads": 8, "key_heads": 2}
@@ -151,7 +152,20 @@ def test_recurrent_layers_walk_too(name: str, tmp_path: Path) -> None:
         assert len(set(decays)) == model.state_heads
 
 
-SIBLINGS = ("smallthinker-100m", "qwen3-moe-100m", "gemma-4-100m")
+def test_experts_without_a_gate_fire_as_assumed_and_a_layer_without_any_does_not_count(tmp_path: Path) -> None:
+    model = replace(SHAPES["nemotron-3-100m"], vocabulary=2000)
+    model = replace(model, layer_kinds=model.layer_kinds[:3])
+    package = synthesize("nemotron", model, tmp_path / "package")
+    manifest = package.manifest
+    assert manifest.fired_by_layer == pytest.approx([0.4, 0.4, 0, 0.4], abs=0.02)
+    assert rates(manifest, "exact").down_read == pytest.approx(0.4, abs=0.02)
+    assert model_of(manifest).active == pytest.approx(0.4, abs=0.02)
+    measured = measure(package, "default", 100)
+    assert [layer["layer"] for layer in measured["layers"]] == [0, 1, 3]
+    assert measured["mean"]["activity"]["measured"] == pytest.approx(0.4, abs=0.03)
+
+
+SIBLINGS = ("smallthinker-100m", "qwen3-moe-100m", "gemma-4-100m", "glm-flash-100m", "deepseek-v2-100m", "phi-moe-100m")
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +263,8 @@ def test_hot_experts_are_chosen_as_often_as_asked(routed: dict[str, dict[str, An
 
 
 def test_a_layer_ahead_most_experts_can_be_named_as_published(routed: dict[str, dict[str, Any]]) -> None:
-    assert 0.78 < routed["qwen3-moe-100m"]["named_before"] < 0.92
+    for name in ("qwen3-moe-100m", "glm-flash-100m", "phi-moe-100m"):
+        assert 0.78 < routed[name]["named_before"] < 0.92, name
 
 
 def test_mixtures_with_predictors_are_measured_too(tmp_path: Path) -> None:

@@ -72,6 +72,19 @@ def test_down_keeps_the_values_of_the_file_unless_its_layers_differ(tmp_path: Pa
         assert package.manifest.row_quantization("down") == {"Q4_0": "q5k", "MXFP4": "q6k"}.get(preset, down)
 
 
+def test_shared_experts_that_share_a_block_of_the_file_are_decoded(tmp_path: Path) -> None:
+    """The two shared experts of DeepSeek-V2-Lite have 11 blocks of Q6_K together: 1,408 columns of Down each."""
+    path, model = tmp_path / "m.gguf", replace(MIXTURES["glm4moe"], neurons=128)
+    write_gguf_counterpart(path, model, seed=1, preset="Q6_K")
+    package = convert(path, tmp_path / "p")
+    weights = PackageWeights(package)
+    with open_checkpoint(path, Options()) as checkpoint:
+        stored = CheckpointWeights(checkpoint)
+        for expert in (model.experts, model.experts + 1):
+            for ours, theirs in zip(weights.neurons(1, expert), stored.neurons(1, expert), strict=True):
+                assert np.linalg.norm(ours - theirs) <= 0.04 * np.linalg.norm(theirs)
+
+
 def test_what_needs_neurons_says_how_to_get_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     package = write_package(tmp_path / "p", SPECS["glm"], "q8")
     (tmp_path / "text.txt").write_text("one two three " * 400)
