@@ -15,7 +15,7 @@ from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
 from neuronpipe.plans.inspect import parameters
 from neuronpipe.plans.lab.devices.device_description import planner_device
-from neuronpipe.plans.lab.devices.device_file import THIS_MACHINE, known_devices, read_device
+from neuronpipe.plans.lab.devices.device_file import known_devices, read_device
 from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled
 from neuronpipe.plans.lab.synth.shapes import SHAPES
 from neuronpipe.plans.models.registry import ARCHITECTURES
@@ -128,7 +128,7 @@ def test_the_expected_package_is_the_one_that_a_conversion_makes(recipe: str, tm
 
 
 def test_the_first_model_fits_its_memory_on_every_device_with_its_whole_context() -> None:
-    for name in sorted({*known_devices()} - {THIS_MACHINE}):
+    for name in known_devices():
         device = read_device(name)
         first = estimate(
             catalog()[FIRST_MODEL],

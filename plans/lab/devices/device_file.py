@@ -186,7 +186,8 @@ def _figures_text(value: Curve | Ranges | Issuers) -> str:
 
 
 def known_devices() -> list[str]:
-    return [*sorted(file.stem for file in FOLDER.glob("*.json")), THIS_MACHINE]
+    """Return the names of the devices that `read_device` takes. Verbs take THIS_MACHINE too, which has no file."""
+    return sorted(file.stem for file in FOLDER.glob("*.json"))
 
 
 def read_device(name: str) -> DeviceModel:
@@ -195,7 +196,8 @@ def read_device(name: str) -> DeviceModel:
     if not file.is_file():
         file = Path(name)
     if not file.is_file():
-        raise UserError(f"{quoted(name)}: is no device; known are {', '.join(known_devices())}, or name a file")
+        names = ", ".join([*known_devices(), THIS_MACHINE])
+        raise UserError(f"{quoted(name)}: is no device; known are {names}, or name a file")
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
