@@ -12,22 +12,12 @@ from neuronpipe.launch.planning import AUTO
 MAX_BYTES = 1 << 60
 MIN_PLAUSIBLE_BYTES = 1 << 20  # every size option is about memory: a smaller value lacks its unit
 LIKELY_MIB = 64  # a number without unit is more likely meant in MiB from here on, in GiB below
-UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 1 << 10,
-    "KIB": 1 << 10,
-    "M": 1 << 20,
-    "MIB": 1 << 20,
-    "G": 1 << 30,
-    "GIB": 1 << 30,
-    "T": 1 << 40,
-    "TIB": 1 << 40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
+PREFIXES = "KMGTPE"
+UNITS = (
+    {"": 1, "B": 1}
+    | {f"{prefix}{end}": 1 << 10 * power for power, prefix in enumerate(PREFIXES, 1) for end in ("", "IB")}
+    | {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate(PREFIXES, 1)}
+)
 
 
 def parse_bytes(text: str) -> int:
