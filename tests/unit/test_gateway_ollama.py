@@ -114,6 +114,17 @@ def test_calls_get_ids_and_results_belong_to_the_calls_that_they_name() -> None:
     assert results[4][0] not in {first[0], second[0], third[0], "c9"}
 
 
+def test_new_ids_differ_from_those_that_a_client_states_anywhere() -> None:
+    stated = [
+        {"role": "assistant", "tool_calls": [CALL, CALL | {"id": "call_1"}]},
+        {"role": "tool", "tool_call_id": "call_0", "content": "7"},
+        {"role": "tool", "content": "8"},
+    ]
+    turns = [*chat_messages([OllamaMessage.model_validate(message) for message in stated])]
+    assert [call["id"] for call in turns[0]["tool_calls"]] == ["call_2", "call_1"]
+    assert [turn["tool_call_id"] for turn in turns[1:]] == ["call_0", "call_2"]
+
+
 def test_results_find_their_calls_quickly_however_many_calls_wait() -> None:
     calls = OllamaMessage.model_validate({"role": "assistant", "tool_calls": [CALL] * 128})
     result = OllamaMessage.model_validate({"role": "tool", "tool_name": "g", "content": ""})

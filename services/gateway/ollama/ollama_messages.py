@@ -7,7 +7,7 @@ call before it that has no result yet.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 from typing import Annotated, Any, Literal
 
@@ -64,9 +64,13 @@ class OllamaMessage(Lenient):
 
 
 class PendingCalls:
-    """The calls of a conversation that have no result yet, oldest first."""
+    """The calls of a conversation that have no result yet, oldest first.
 
-    def __init__(self) -> None:
+    taken: the ids that its messages state, which no new id equals
+    """
+
+    def __init__(self, taken: Collection[str] = ()) -> None:
+        self._taken = taken
         self._names: dict[str, str] = {}  # by the ids of the calls
         self._ids: dict[str, dict[str, None]] = {}  # by the names of the functions, oldest first
         self._numbers = count()
@@ -98,12 +102,19 @@ class PendingCalls:
             del self._ids[name][id_]
 
     def _new_id(self) -> str:
-        return f"call_{next(self._numbers)}"
+        return next(id_ for number in self._numbers if (id_ := f"call_{number}") not in self._taken)
+
+
+def stated_ids(messages: Sequence[OllamaMessage]) -> set[str]:
+    """Return the ids of calls and results that a client states."""
+    ids = {message.tool_call_id for message in messages}
+    ids |= {call.id for message in messages for call in message.tool_calls}
+    return {id_ for id_ in ids if id_ is not None}
 
 
 def chat_messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """Yield messages in the form of a chat request."""
-    pending = PendingCalls()
+    pending = PendingCalls(stated_ids(messages))
     for message in messages:
         translated: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.role == "tool":
