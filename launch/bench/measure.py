@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.bench.cases import Case, Prompts
@@ -28,6 +30,11 @@ POLL_S = 0.02
 QUIET_S = 0.3
 MAX_WARM_UP_S = 60.0
 FIRST_TOKENS = 8  # of the warm-up, whose speed is reported because the cache has seen nothing of its sequence
+
+
+def model_name(package: Path) -> str:
+    """Return the name of a package's folder, also if the path is `.` or ends in `..`."""
+    return "demo" if package == DEMO else Path(os.path.abspath(package)).name
 
 
 def wait_until_warm(client: Client) -> None:
@@ -175,7 +182,7 @@ class Bench:
             "joules_per_token": None if joules is None else joules / tokens,
             "repetitions": len(repetitions),
             "tokens": tokens,
-            "model": "demo" if self.package.path == DEMO else self.package.path.name,
+            "model": model_name(self.package.path),
             "model_bytes": sum(file.bytes for file in self.package.manifest.files.values()),
             "quantization": self.package.manifest.precision,
             "workers": len(plan.compute.decode_workers()),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from neuronpipe.launch.bench.cases import LEAD_TOKENS, Case, Prompts, default_cases, parse_cases
 from neuronpipe.launch.bench.energy import EnergyMeter
-from neuronpipe.launch.bench.measure import miss_rate
+from neuronpipe.launch.bench.measure import miss_rate, model_name
 from neuronpipe.launch.bench.repetition import Repetition, SequenceTimes, record
 from neuronpipe.launch.bench.report import compare, read_rows
 from neuronpipe.launch.bench.traffic import traffic
@@ -27,6 +27,13 @@ def test_tests_are_named_by_what_they_count() -> None:
     assert (prefill.prompt_tokens, prefill.max_tokens, prefill.context_tokens) == (512, 1, 512)
     assert (decode.prompt_tokens, decode.max_tokens, decode.context_tokens) == (LEAD_TOKENS, 129, LEAD_TOKENS + 129)
     assert (both.prefill_tokens, both.decode_tokens, both.context_tokens) == (64, 16, 81)
+
+
+def test_a_package_in_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert model_name(Path()) == model_name(tmp_path) == tmp_path.name
+    assert model_name(Path("..")) == tmp_path.parent.name
+    assert model_name(DEMO) == "demo"
 
 
 @pytest.mark.parametrize("text", ["", "pp", "pp0", "tg-1", "pp8tg8", "+tg8", "pp8+", "tg8+pp8", "pp8,,tg8", "xx8"])

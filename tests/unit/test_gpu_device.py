@@ -107,8 +107,12 @@ def test_another_process_describes_the_device(monkeypatch: pytest.MonkeyPatch) -
     said[0] = '{"error": "backend opencl: nothing"}'
     with pytest.raises(UserError, match="backend opencl: nothing"):
         device.describe("")
-    said[0] = ""
-    with pytest.raises(UserError, match="the driver failed: 'it crashed'"):
+    for no_facts in ("", "5", "[]", "a driver's line"):
+        said[0] = no_facts
+        with pytest.raises(UserError, match="the driver failed: 'it crashed'"):
+            device.describe("")
+    said[0] = 'a driver prints\n{"name": "Fast GPU", "memory_bytes": "9"}'
+    with pytest.raises(UserError, match=r"backend opencl: the driver: field 'memory_bytes'"):
         device.describe("")
 
 

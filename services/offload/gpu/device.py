@@ -16,6 +16,7 @@ from typing import Any
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.schema import from_json, json_object
 
 INSTALL = f"`{shlex.quote(sys.executable)} -m pip install pyopencl`"
 DESCRIBE_WITHIN_S = 60
@@ -125,14 +126,15 @@ def describe(name: str) -> Accelerator:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=DESCRIBE_WITHIN_S, check=False)
     except subprocess.TimeoutExpired:
         raise UserError(f"backend opencl: the driver did not answer within {DESCRIBE_WITHIN_S} s") from None
+    printed = completed.stdout.strip().splitlines()[-1:]  # a driver may print lines before
     try:
-        facts = json.loads(completed.stdout)
-    except ValueError:
+        facts = json_object("".join(printed).encode(), "the driver")
+    except UserError:
         last = (completed.stderr.strip().splitlines() or [f"status {completed.returncode}"])[-1]
         raise UserError(f"backend opencl: the driver failed: {quoted(last)}") from None
     if "error" in facts:
-        raise UserError(facts["error"])
-    return Accelerator(**facts)
+        raise UserError(str(facts["error"]))
+    return from_json(Accelerator, facts, "backend opencl: the driver")
 
 
 def _print_facts(name: str) -> None:
