@@ -6,8 +6,8 @@ input of the layer before: the larger their share, the fewer experts can be pred
 would differ too little. Hot experts have a bias on the steady coordinates.
 
 Published for Mixtral and Qwen3: 35 to 43 % of a token's experts repeat, 80 to 89 % can be predicted a layer ahead.
-Assumed: SmallThinker's repeat as often; Qwen3's experts are equally likely; many small experts are chosen as Qwen3's,
-and few large ones as Mixtral's; the deviation of the values.
+Assumed: SmallThinker's repeat as often; Qwen3's experts are equally likely; what is not published of other families;
+the deviation of the values.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ RIDGE = 0.01  # excludes directions with little variance
 
 ROUTINGS = {
     "smallthinker": Routing(token_share=0.5, hot=hot_experts_of("smallthinker")),
-    **dict.fromkeys(("llama", "phi"), Routing(token_share=0.5, moved=0.06)),  # llama: TurboSparse-Mixtral
-    **dict.fromkeys(("qwen3", "deepseek", "nemotron_h", "granite_hybrid"), Routing(token_share=0.1, moved=0.045)),
+    "llama": Routing(token_share=0.5, moved=0.06),  # TurboSparse-Mixtral
+    **dict.fromkeys(
+        ("qwen3", "deepseek", "phi", "nemotron_h", "granite_hybrid"), Routing(token_share=0.1, moved=0.045)
+    ),
 }
 
 
