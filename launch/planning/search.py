@@ -20,7 +20,7 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.activity_profile import Activity
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.document import ACCELERATOR, Mode, Plan
+from neuronpipe.plans.plan.document import ACCELERATOR, MAX_SEQUENCES, MAX_WORKERS, Mode, Plan
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.plans.planner.candidates import ANSWER, USUAL, SearchResult, Space
 from neuronpipe.plans.planner.default_sizes import context_reason, default_context, plan_for_sequences
@@ -31,7 +31,6 @@ from neuronpipe.plans.planner.search import MIN_GAIN, PRECISION, PROMPT_ALLOWANC
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-MAX_SEQUENCES = MAX_WORKERS = 64
 FOLLOWED_SHARE = 0.9  # of all memory: the limit of a run that follows what is available
 
 

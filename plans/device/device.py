@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.measured_figures import interpolate, interpolate_all
@@ -18,6 +18,9 @@ from neuronpipe.protocol.frozen import frozen
 
 if TYPE_CHECKING:
     from neuronpipe.plans.device.profile import DeviceProfile
+
+
+FlashEngine = Literal["io_uring", "threads"]
 
 
 @frozen(kw_only=True)
@@ -122,6 +125,6 @@ class Device:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     @property
-    def flash_engine(self) -> str:
-        """The engine of the flash reader to plan with: "io_uring" or "threads"."""
+    def flash_engine(self) -> FlashEngine:
+        """The engine of the flash reader to plan with."""
         return "io_uring" if self.io_uring else "threads"

@@ -22,7 +22,8 @@ def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
         if model.mixers[layer] in RECURRENT:
             yield from _recurrent_matrices(model, layer)
         elif model.latent_width:
-            yield from ((f"layers.{layer}.{name}", *shape) for name, *shape in latent_matrices(model))
+            for name, rows, columns in latent_matrices(model):
+                yield f"layers.{layer}.{name}", rows, columns
         elif model.mixers[layer] == "attention":
             yield f"layers.{layer}.qkv", model.layer_heads[layer].qkv_rows, model.width
         if model.mixers[layer] == "attention":

@@ -1,8 +1,10 @@
 """The plan document: the planner's output, which the services follow.
 
-A plan is JSON with a version, for one package and one device. Field names are those of the file format, and some are
-older than the glossary: `held_*` are offloaded blocks and matrices, `lent_*` borrowed slots, `moved_scales_*`
-co-located scales, `least_bytes` and `most_read_bytes` a minimum and a maximum; `texts` counts sequences.
+A plan is JSON with a version, for one package and one device. Ranges that hold for every package are beside the fields,
+and the reader checks them; what depends on the package or on other fields is for `validate` (planner/validation.py).
+Names are those of the file format, and some are older than the glossary: `held_*` are offloaded blocks and matrices,
+`lent_*` borrowed slots, `moved_scales_*` co-located scales, `least_bytes` and `most_read_bytes` a minimum and a
+maximum; `texts` counts sequences.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import json
 import operator
 import shlex
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from neuronpipe.plans.device.device import FlashEngine
+from neuronpipe.plans.models.spec import MAX
 from neuronpipe.plans.plan.pinned_clusters import Pins
 from neuronpipe.plans.strict_json import read_file
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.marks import Range
 from neuronpipe.protocol.schema import from_json, json_object
 
 VERSION = 13
@@ -38,6 +43,20 @@ DEFAULT_BACKEND = "cpu"
 
 MAX_DRAFT_TOKENS = 3
 """The maximum of drafted tokens in a decode step: with the newest token they are as many as kernels compute at once."""
+
+MAX_SEQUENCES = MAX_WORKERS = 64
+MAX_TOKENS_AT_ONCE = 4096
+MAX_SPIN_US = 1_000_000
+MAX_READS = 4096
+MAX_READ_BYTES = 1 << 26
+MAX_BLOCKS = MAX_SLOTS = 1 << 32  # a residency entry has 32 bits
+
+Tokens = Annotated[int, Range(1, MAX_TOKENS_AT_ONCE)]
+Blocks = Annotated[int, Range(1, MAX_BLOCKS)]
+Slots = Annotated[int, Range(1, MAX_SLOTS)]
+OptionalSlots = Annotated[int, Range(0, MAX_SLOTS)]
+OptionalReads = Annotated[int, Range(0, MAX_READS)]
+OptionalReadBytes = Annotated[int, Range(0, MAX_READ_BYTES)]
 
 GATEWAY = "gateway"
 """The optional role that serves HTTP. It is a client of the coordinator."""
@@ -72,14 +91,14 @@ class Compute:
 
     mode: Mode
     processes: tuple[ProcessSpec, ...]
-    sequences: int  # number of KV slots, and maximum of sequences in a step
-    context_tokens: int  # maximum of tokens in a sequence
-    prefill_chunk_tokens: int  # maximum of a prompt's tokens in a step
-    prefill_threads: int  # participants of the prefill process
-    logit_rows: int  # maximum of tokens in a step whose logits are returned
-    decode_window_blocks: int  # blocks of a feed-forward that a decode worker has open at once; or all of a layer's
-    prefill_window_blocks: int  # the same for a prefill thread
-    spin_us: int  # how long a participant spins at a barrier before it sleeps
+    sequences: Annotated[int, Range(1, MAX_SEQUENCES)]  # number of KV slots, and maximum of sequences in a step
+    context_tokens: Annotated[int, Range(1, MAX.context_tokens)]  # maximum of tokens in a sequence
+    prefill_chunk_tokens: Tokens  # maximum of a prompt's tokens in a step
+    prefill_threads: Annotated[int, Range(1, MAX_WORKERS)]  # participants of the prefill process
+    logit_rows: Tokens  # maximum of tokens in a step whose logits are returned
+    decode_window_blocks: Blocks  # blocks of a feed-forward that a decode worker has open at once; or all of a layer's
+    prefill_window_blocks: Blocks  # the same for a prefill thread
+    spin_us: Annotated[int, Range(0, MAX_SPIN_US)]  # how long a participant spins at a barrier before it sleeps
     pipeline: bool  # False: matrices are computed one after the other, each when all its inputs are complete
     prefetch: bool  # False: nothing is read before its layer needs it
     hints: bool = False  # exact mode reads early what the predictor or the routers will probably choose
@@ -90,7 +109,7 @@ class Compute:
     device_shares_memory: bool = False  # offloaded weights lie in this machine's memory
     state_slots: int = 0  # recurrent states: two of each sequence, and snapshots
     device_name: str = ""  # the accelerator's device, as its driver names it; empty without one
-    draft_tokens: int = 0  # maximum of drafted tokens in a decode step
+    draft_tokens: Annotated[int, Range(0, MAX_DRAFT_TOKENS)] = 0  # maximum of drafted tokens in a decode step
     embedding_on_flash: bool = False  # True: a token's row of the embedding is read when a step needs it
 
     def decode_workers(self) -> tuple[ProcessSpec, ...]:
@@ -149,13 +168,13 @@ class Memory(MemoryBudget):
     least_bytes: int  # the smallest limit for this package with these processes
     grammars_bytes: int  # by how much grammars may make their helper process grow
     templates_bytes: int  # the same for chat templates; 0 without a gateway or without a template
-    trigger_slots: int  # without borrowed ones
-    value_slots: int
+    trigger_slots: Slots  # without borrowed ones
+    value_slots: Slots
     slots_bytes: int  # size of the segment of all slots, without borrowed ones
     # Borrowed slots: additional slots in KV and prefill memory that is not needed yet (borrowed_memory.py). Their bytes
     # are counted in kv_bytes and prefill_stage_bytes.
-    lent_trigger_slots: int
-    lent_value_slots: int
+    lent_trigger_slots: OptionalSlots
+    lent_value_slots: OptionalSlots
     follows: bool  # the run adapts its slots to the available memory, up to the limit
     moving_slots: int  # minimum of unpinned slots of either part, for clusters that are open or being read
     ffn_bytes: int  # size of the segment with slots for all clusters
@@ -194,16 +213,18 @@ class Memory(MemoryBudget):
 class Flash:
     """The reads from flash: how many, how large, and which bytes are read together."""
 
-    engine: str  # "io_uring" or "threads"
-    depth: int  # maximum of reads in flight
+    engine: FlashEngine
+    depth: Annotated[int, Range(1, MAX_READS)]  # maximum of reads in flight
     bundle: bool  # both parts of a cluster in one read; False: the trigger part, then the value part if it fires
-    merge_gap_bytes: int  # clusters no further apart than this are read together: the gap costs less than a read
-    most_read_bytes: int  # maximum of a read, and size of its staging buffer
-    prefetch_depth: int  # prefetches are issued while fewer reads than this are in flight; 0: none
-    warm_up_reads: int  # additional long reads in flight during warm-up; 0: warm-up uses the other reads
-    warm_up_read_bytes: int  # maximum of a long read, and size of its staging buffer
-    reserved_triggers: int  # free slots that the cache provides to the loader in advance
-    reserved_values: int
+    merge_gap_bytes: (
+        OptionalReadBytes  # clusters no further apart than this are read together: the gap costs less than a read
+    )
+    most_read_bytes: OptionalReadBytes  # maximum of a read, and size of its staging buffer
+    prefetch_depth: OptionalReads  # prefetches are issued while fewer reads than this are in flight; 0: none
+    warm_up_reads: OptionalReads  # additional long reads in flight during warm-up; 0: warm-up uses the other reads
+    warm_up_read_bytes: OptionalReadBytes  # maximum of a long read, and size of its staging buffer
+    reserved_triggers: OptionalSlots  # free slots that the cache provides to the loader in advance
+    reserved_values: OptionalSlots
     prompt_cache_bytes: int = 0  # maximum of all files of the prompt cache on disk; 0: there is none
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from neuronpipe.plans.cost.token_time import Measurements
 from neuronpipe.plans.device.cores import Core, assign_cores, default_decode_workers
-from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
+from neuronpipe.plans.device.device import Device, FlashCurve, FlashEngine, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.plan.document import ACCELERATOR, GATEWAY, ProcessSpec
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
@@ -22,7 +22,7 @@ class DeviceFacts:
 
     id: str
     memory_bytes: int  # the memory limit, unless the user sets one
-    flash_engine: str
+    flash_engine: FlashEngine
     processes: tuple[ProcessSpec, ...]
     flash: FlashCurve | None = None
     memory_speed: MemorySpeed | None = None

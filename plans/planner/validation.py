@@ -1,7 +1,7 @@
 """Validation of a plan from a file against its package. The services follow every plan that passes.
 
 The id of a plan only shows that the file is complete, not that a planner wrote it. So every figure that sizes memory or
-assigns work is checked against limits, or computed again and compared.
+assigns work is checked against limits, or computed again and compared. The reader has checked the ranges of fields.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from typing import NoReturn
 from neuronpipe.plans.cost.activation_rates import has_hints
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, MAX_DRAFT_TOKENS, Plan, backend_of
+from neuronpipe.plans.plan.document import (
+    ACCELERATOR,
+    DEFAULT_BACKEND,
+    GATEWAY,
+    MAX_READ_BYTES,
+    MAX_READS,
+    MAX_WORKERS,
+    Plan,
+    backend_of,
+)
 from neuronpipe.plans.plan.memory_budget import (
     Budgets,
     accelerator_bytes,
@@ -35,14 +44,7 @@ from neuronpipe.plans.plan.segment_sizes import (
 )
 from neuronpipe.protocol.errors import UserError, quoted
 
-ENGINES = ("io_uring", "threads")
 SINGLE_ROLES = ("coordinator", "loader", "cache", "prefill")
-MAX_WORKERS = 64
-MAX_SEQUENCES = 64
-MAX_TOKENS_AT_ONCE = 4096
-MAX_SPIN_US = 1_000_000
-MAX_DEPTH = 4096
-MAX_READ_BYTES = 1 << 26
 
 
 def validate(plan: Plan, manifest: Manifest, where: str, cores: Collection[int] | None = None) -> None:
@@ -73,6 +75,10 @@ class _Check:
     def _within(self, field: str, value: int, minimum: int, maximum: int) -> None:
         if not minimum <= value <= maximum:
             self._fail(field, f"{value} is outside {minimum}..{maximum}")
+
+    def _at_most(self, field: str, value: int, maximum: int) -> None:
+        if value > maximum:
+            self._fail(field, f"{value} is above {maximum}")
 
     def _processes(self) -> None:
         processes = self._plan.compute.processes
@@ -108,19 +114,16 @@ class _Check:
         of_layer = blocks * self._manifest.model.most_experts
         for name, maximum in (
             ("context_tokens", self._manifest.model.context_tokens),
-            ("sequences", MAX_SEQUENCES),
-            ("prefill_chunk_tokens", min(MAX_TOKENS_AT_ONCE, compute.context_tokens)),
-            ("prefill_threads", MAX_WORKERS),
-            ("logit_rows", MAX_TOKENS_AT_ONCE),
+            ("prefill_chunk_tokens", compute.context_tokens),
             ("decode_window_blocks", of_layer),
             ("prefill_window_blocks", of_layer),
         ):
-            self._within(f"compute.{name}", getattr(compute, name), 1, maximum)
+            self._at_most(f"compute.{name}", getattr(compute, name), maximum)
             if maximum == of_layer and blocks < getattr(compute, name) < of_layer:
                 self._fail(
                     f"compute.{name}", f"up to {blocks}, of one expert, or {of_layer}, of all experts of a layer"
                 )
-        self._within("compute.held_blocks", len(compute.held_blocks), 0, compute.sequences)
+        self._at_most("compute.held_blocks", len(compute.held_blocks), compute.sequences)
         for blocks_of_batch in compute.held_blocks:
             self._within("compute.held_blocks", blocks_of_batch, 0, blocks)
         if compute.held_blocks and not compute.max_offloaded_blocks():
@@ -143,7 +146,6 @@ class _Check:
                         f"compute.{name}",
                         f"{tokens}, but where a block window is less than a layer, {PARTIAL_TOKENS} at most",
                     )
-        self._within("compute.spin_us", compute.spin_us, 0, MAX_SPIN_US)
         if compute.mode == "predicted" and self._manifest.predictor is None:
             self._fail("compute.mode", "'predicted', but the package has no predictor")
         if compute.mode == "thresholded" and self._manifest.silent is None:
@@ -153,7 +155,6 @@ class _Check:
         step_tokens = RunShape.of(compute).step_tokens
         if compute.logit_rows < step_tokens:
             self._fail("compute.logit_rows", f"{compute.logit_rows} are too few for steps of {step_tokens} tokens")
-        self._within("compute.draft_tokens", compute.draft_tokens, 0, MAX_DRAFT_TOKENS)
         if compute.draft_tokens and self._manifest.model.is_recurrent:
             self._fail("compute.draft_tokens", "must be 0: recurrent states cannot go back behind refused drafts")
         if compute.embedding_on_flash and not embedding_flash_bytes(self._manifest):
@@ -163,17 +164,14 @@ class _Check:
 
     def _flash(self) -> None:
         flash = self._plan.flash
-        if flash.engine not in ENGINES:
-            self._fail("flash.engine", f"{quoted(flash.engine)} is not one of {', '.join(ENGINES)}")
-        self._within("flash.depth", flash.depth, 1, MAX_DEPTH)
-        self._within("flash.prefetch_depth", flash.prefetch_depth, 0, flash.depth)
+        self._at_most("flash.prefetch_depth", flash.prefetch_depth, flash.depth)
         moved = self._plan.memory.are_scales_moved  # if so, a value part is read together with its trigger part
         min_read_bytes = largest_read_bytes(self._manifest.layout, bundle=flash.bundle or moved)
         self._within("flash.most_read_bytes", flash.most_read_bytes, min_read_bytes, MAX_READ_BYTES)
         if flash.most_read_bytes % PAGE_BYTES:
             self._fail("flash.most_read_bytes", f"{flash.most_read_bytes} is not a number of whole pages")
-        self._within("flash.merge_gap_bytes", flash.merge_gap_bytes, 0, flash.most_read_bytes)
-        self._within("flash.warm_up_reads", flash.warm_up_reads, 0, MAX_DEPTH - flash.depth)
+        self._at_most("flash.merge_gap_bytes", flash.merge_gap_bytes, flash.most_read_bytes)
+        self._at_most("flash.warm_up_reads", flash.warm_up_reads, MAX_READS - flash.depth)
         min_warm_up_bytes = flash.most_read_bytes if flash.warm_up_reads else 0
         self._within("flash.warm_up_read_bytes", flash.warm_up_read_bytes, min_warm_up_bytes, MAX_READ_BYTES)
         if flash.warm_up_read_bytes % PAGE_BYTES:
@@ -188,8 +186,8 @@ class _Check:
             ("trigger", memory.trigger_slots, self._max_pinned("triggers"), flash.reserved_triggers),
             ("value", memory.value_slots, self._max_pinned("values"), flash.reserved_values),
         ):
-            self._within(f"memory.{part}_slots", slots, 1, clusters)
-            self._within(f"flash.reserved_{part}s", reserved, 0, slots)
+            self._at_most(f"memory.{part}_slots", slots, clusters)
+            self._at_most(f"flash.reserved_{part}s", reserved, slots)
             borrowed = memory.lent_trigger_slots if part == "trigger" else memory.lent_value_slots
             needed_slots = may_open + reserved
             fits = slots >= min(clusters, needed_slots) and slots + borrowed >= min(clusters, needed_slots + pinned)
@@ -209,7 +207,7 @@ class _Check:
             ("trigger", memory.trigger_slots, memory.lent_trigger_slots),
             ("value", memory.value_slots, memory.lent_value_slots),
         ):
-            self._within(f"memory.lent_{part}_slots", borrowed, 0, manifest.clusters - slots)
+            self._at_most(f"memory.lent_{part}_slots", borrowed, manifest.clusters - slots)
         places = manifest.slots(moved=memory.are_scales_moved)
         borrowed_bytes = memory.lent_trigger_slots * places.trigger_bytes
         borrowed_bytes += memory.lent_value_slots * places.value_bytes
@@ -235,7 +233,7 @@ class _Check:
                 counts = read_counts(getattr(entry, name), self._manifest.model.ffns)
             except ValueError as error:
                 self._fail(field, str(error))
-            self._within(field, max(counts), 0, self._manifest.layout.clusters)
+            self._at_most(field, max(counts), self._manifest.layout.clusters)
             maximum = max(maximum, sum(counts))
         return maximum
 

@@ -140,7 +140,7 @@ def test_a_plan_with_an_accelerator_is_read_and_checked() -> None:
         "none at all": dataclasses.replace(good.compute, held_blocks=(0,)),
         "cpu is not an accelerator's": dataclasses.replace(good.compute, processes=by_cpu),
         "is what an accelerator needs": dataclasses.replace(good.compute, pipeline=False),
-        "compute.held_blocks': 2 is outside": dataclasses.replace(good.compute, held_blocks=(3, 2)),
+        "compute.held_blocks': 2 is above 1": dataclasses.replace(good.compute, held_blocks=(3, 2)),
         "compute.held_matrices': some of output, qkv, attention_output in this order": dataclasses.replace(
             good.compute, held_matrices=("qkv", "output")
         ),

@@ -128,9 +128,8 @@ WRONG: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("path", "value", "named"), WRONG)
 def test_a_plan_that_no_planner_makes_is_refused_by_its_field(path: str, value: Any, named: str) -> None:
     good = made(ffn_resident_share=0.65)
-    read = parse_plan(resealed(good, path, value).encode(), "plan.json")
     with pytest.raises(UserError, match=rf"^plan\.json: field '[a-z_.0-9]*{named}': .*neuronpipe plan"):
-        validate(read, manifest(), "plan.json")
+        validate(parse_plan(resealed(good, path, value).encode(), "plan.json"), manifest(), "plan.json")
 
 
 @settings(max_examples=100)

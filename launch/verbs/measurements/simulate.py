@@ -59,9 +59,8 @@ _NUMBER = {kind.name: kind.number for kind in KINDS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "device", metavar="DEVICE", help=f"{', '.join(known_devices())}, {THIS_MACHINE}, or a device file"
-    )
+    devices = ", ".join([*known_devices(), THIS_MACHINE])
+    parser.add_argument("device", metavar="DEVICE", help=f"one of {devices}, or a device file")
     add_package_argument(parser, has_default=False, shapes=f"; or a shape: {', '.join(known_models())}")
     parser.add_argument(
         "--policy", choices=SYSTEMS, default="ours", help="system to simulate (default: ours, neuronpipe)"
