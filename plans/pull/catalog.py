@@ -35,6 +35,7 @@ class CatalogModel:
     licence: str
     context_tokens: int
     predictor_rank: int
+    null_keys: tuple[str, ...]
     config: dict[str, object]
 
     @property
@@ -52,7 +53,7 @@ class CatalogModel:
 
         choices = Choices(context_tokens=self.context_tokens or None)
         where = f"{FILE}: {self.name}"
-        document = Record(dict(self.config), where)
+        document = Record(self.config | dict.fromkeys(self.null_keys), where)
         (name,) = document.items("architectures")
         if name not in ARCHITECTURES:
             raise UserError(f"{where}: {quoted(name)} is of no family that can be read")
@@ -65,7 +66,9 @@ def catalog() -> dict[str, CatalogModel]:
     """Return the models by name, the most capable first."""
     entries = tomllib.loads(FILE.read_text(encoding="utf-8"))
     return {
-        name: CatalogModel(name=name, **{"file": None, "context_tokens": 0, "predictor_rank": 0} | entry)
+        name: CatalogModel(
+            name=name, **{"file": None, "context_tokens": 0, "predictor_rank": 0, "null_keys": ()} | entry
+        )
         for name, entry in entries.items()
     }
 

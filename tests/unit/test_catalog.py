@@ -30,13 +30,18 @@ from tests.conformance.checkpoints import RECIPES, write_checkpoint
 # The catalog's names of shapes that are called otherwise here.
 SYNTH_NAMES = {"turbosparse-7b": "turbosparse-mistral-7b", "turbosparse-47b": "turbosparse-mixtral-47b"}
 # A synthetic package has an output matrix of its own, and embeddings as large as the residual stream.
-NOT_OF_SHAPES = {"tied_embeddings", "embedding_scale", "family", "norm_epsilon", "vocabulary"}
+NOT_OF_SHAPES = {"tied_embeddings", "embedding_scale", "logit_scale", "family", "norm_epsilon", "vocabulary"}
 PUBLISHED_PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "qwen3.6-35b-a3b": 34_660_610_688,
     "smallthinker-21b": 21_507_000_000,
     "qwen3-8b": 8_190_000_000,
     "gpt-oss-120b": 116_800_000_000,
+    "glm-4.7-flash": 29_943_000_000,
+    "nemotron-3-nano": 31_580_000_000,
+    "phi-3.5-moe": 41_870_000_000,
+    "deepseek-v2-lite": 15_710_000_000,
+    "granite-4-h-tiny": 6_940_000_000,
 }
 BITS_PER_WEIGHT = {
     "BF16": (15.9, 16.2),

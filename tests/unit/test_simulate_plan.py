@@ -176,6 +176,17 @@ IN_EVERY_RUN = {
 }  # fmt: skip
 
 
+# A token of these models reads parts of experts that are as large as those of a dense model, or fires in some of their
+# neurons only: the cost model, whose rates are of small whole experts and of dense models, expects fewer and larger
+# reads than the simulation makes, or fewer misses. Of GLM-4.7-Flash the simulation is 26 % slower.
+APART = {
+    "oneplus-12": {("glm-4.7-flash", 0.3)},
+    "oneplus-ace-2": set[tuple[str, float]](),
+}
+for _cases in APART.values():
+    _cases |= {("phi-3.5-moe", 0.6), ("nemotron-3-nano", 0.3), ("nemotron-3-nano", 0.6), ("nemotron-3-100m", 0.6)}
+
+
 def compared() -> Iterator[Any]:
     for device in ("oneplus-12", "oneplus-ace-2"):
         for name, spec in SHAPES.items():
@@ -183,6 +194,10 @@ def compared() -> Iterator[Any]:
                 for share in (0.3, 0.6, 1.0):
                     case = (name, mode, share)
                     marks = [] if case in IN_EVERY_RUN and device == "oneplus-12" else [pytest.mark.nightly]
+                    if (name, share) in APART[device]:
+                        marks.append(
+                            pytest.mark.xfail(reason="the cost model has no rates of such experts", strict=True)
+                        )
                     yield pytest.param(device, *case, marks=marks, id=f"{device}-{name}-{mode}-{share}")
 
 
