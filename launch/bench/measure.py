@@ -6,14 +6,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.bench.cases import Case, Prompts
 from neuronpipe.launch.bench.energy import EnergyMeter
-from neuronpipe.launch.bench.planned import errors, planned
+from neuronpipe.launch.bench.planned import errors, planned, planned_ranges
 from neuronpipe.launch.bench.repetition import Repetition, run_repetition
 from neuronpipe.launch.bench.traffic import traffic
 from neuronpipe.launch.client import Client
@@ -189,8 +189,11 @@ class Bench:
             "workload": self.prompts.preset,
             "plan": plan.id,
         }
-        figures = planned(self.package.manifest, plan, self.device, case, self.batch, self.measured, self._frequencies)
-        return row | {"planned": figures, "error": errors(row, figures)}
+        manifest, device, batch = self.package.manifest, self.device, self.batch
+        figures = planned(manifest, plan, device, case, batch, self.measured, self._frequencies)
+        ranges = planned_ranges(manifest, plan, device, case, batch, self._frequencies)
+        planned_range = {name: asdict(speed_range) for name, speed_range in ranges.items()}
+        return row | {"planned": figures, "planned_range": planned_range, "error": errors(row, figures)}
 
 
 def miss_rate(cost: Mapping[str, float], *, whole: bool) -> float:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from neuronpipe.launch.bench.cases import Case
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.activation_rates import rates
-from neuronpipe.plans.cost.token_time import expected
+from neuronpipe.plans.cost.speed_range import Speeds, speed_ranges
+from neuronpipe.plans.cost.token_time import Measurements, expected
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.document import Expected, Plan
+from neuronpipe.plans.plan.document import Expected, Plan, SpeedRange
 from neuronpipe.plans.plan.memory_budget import peak_bytes
+from neuronpipe.plans.planner.planned_range import are_plan_misses_assumed
 
 MAX_FRACTION = 1.05  # of the measured memory speed: runs and measurements differ by that much
 MIN_ERROR = -0.25
@@ -34,19 +36,7 @@ def planned(
 
     Figures that the plan does not have are absent; of a prompt only the time is planned, not its reads.
     """
-    expectation = expected(
-        manifest,
-        rates(manifest, plan.compute.mode, frequencies),
-        plan.compute,
-        plan.memory,
-        plan.flash,
-        device.flash,
-        device.memory_speed,
-        device.profile,
-        batch=batch,
-        position_tokens=case.prompt_tokens + case.decode_tokens // 2,
-        prompt_tokens=case.prompt_tokens,
-    )
+    expectation = _expectation(manifest, plan, case, batch, frequencies)(measurements(device))
     figures: dict[str, float | None] = {
         "tokens_per_s": _tokens_per_s(case, expectation),
         "first_token_ms": expectation.first_token_ms,
@@ -63,6 +53,53 @@ def planned(
             "exposed_io_share": _exposed_share(expectation),
         }
     return {name: value for name, value in figures.items() if value is not None}
+
+
+def planned_ranges(
+    manifest: Manifest,
+    plan: Plan,
+    device: Device,
+    case: Case,
+    batch: int,
+    frequencies: AccessFrequencies | None = None,
+) -> dict[str, SpeedRange]:
+    """Return the ranges of the planned speeds of a test. Parameters are those of `planned`."""
+    expectation = _expectation(manifest, plan, case, batch, frequencies)
+
+    def speeds(measured: Measurements) -> Speeds:
+        expected_figures = expectation(measured)
+        of_prompt = {"prefill_tokens_per_s": expected_figures.prefill_tokens_per_s} if case.prefill_tokens else {}
+        return {"tokens_per_s": _tokens_per_s(case, expected_figures), **of_prompt}
+
+    is_assumed = are_plan_misses_assumed(plan, manifest)
+    ranges = speed_ranges(speeds, measurements(device), are_misses_assumed=is_assumed)
+    return {name: speed_range for name, (speed_range, _) in ranges.items()}
+
+
+def measurements(device: Device) -> Measurements:
+    return device.flash, device.memory_speed, device.profile
+
+
+def _expectation(
+    manifest: Manifest, plan: Plan, case: Case, batch: int, frequencies: AccessFrequencies | None
+) -> Callable[[Measurements], Expected]:
+    """Return a function from measurements of a device to what the plan expects of a test there."""
+    plan_rates = rates(manifest, plan.compute.mode, frequencies)
+
+    def expectation(measured: Measurements) -> Expected:
+        return expected(
+            manifest,
+            plan_rates,
+            plan.compute,
+            plan.memory,
+            plan.flash,
+            *measured,
+            batch=batch,
+            position_tokens=case.prompt_tokens + case.decode_tokens // 2,
+            prompt_tokens=case.prompt_tokens,
+        )
+
+    return expectation
 
 
 def _peak_bytes(manifest: Manifest, plan: Plan, case: Case, batch: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.formats import show_bytes
-from neuronpipe.plans.number_format import show_number
+from neuronpipe.plans.number_format import show_number, show_range
 from neuronpipe.protocol.errors import UserError
 
 Row = dict[str, Any]
@@ -69,8 +69,16 @@ def planned_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             if name in row["planned"]:
                 value = row[name]
                 measured = "-" if value is None else show(value)
-                lines.append((label, row["test"], measured, show(row["planned"][name]), show_error(row["error"][name])))
+                lines.append((label, row["test"], measured, _planned(row, name, show), show_error(row["error"][name])))
     return lines
+
+
+def _planned(row: Row, name: str, show: Callable[[float], str]) -> str:
+    """Return a planned figure, with its range if the row has one."""
+    speeds = row.get("planned_range", {}).get(name)
+    if speeds is None:
+        return show(row["planned"][name])
+    return f"{show(row['planned'][name])} ({show_range(speeds['low'], speeds['high'])})"
 
 
 def show_error(error: float | None) -> str:

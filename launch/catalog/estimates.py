@@ -12,7 +12,7 @@ from neuronpipe.launch.planning.shapes import no_activity
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.inspect import parameters
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.document import Mode
+from neuronpipe.plans.plan.document import Mode, SpeedRange
 from neuronpipe.plans.planner.candidates import USUAL
 from neuronpipe.plans.planner.default_sizes import MIN_CONTEXT_TOKENS
 from neuronpipe.plans.planner.plan_options import LimitTooSmall
@@ -41,6 +41,7 @@ class Estimate:
     resident_share: share of the feed-forward weights that stay in memory within the limit
     tokens_per_s, first_token_s: expected speed at half of the context, and time to the first token after a prompt of
         PROMPT_TOKENS; None: not known
+    tokens_per_s_range: the range of that speed
     problem: why the model does not run; None if it does
     """
 
@@ -53,6 +54,7 @@ class Estimate:
     min_memory_bytes: int | None = None
     resident_share: float | None = None
     tokens_per_s: float | None = None
+    tokens_per_s_range: SpeedRange | None = None
     first_token_s: float | None = None
     problem: str | None = None
 
@@ -155,6 +157,7 @@ def estimate(
         facts,
         resident_share=min(1.0, memory.slots_bytes / memory.ffn_bytes),
         tokens_per_s=plan.expected.tokens_per_s,
+        tokens_per_s_range=plan.expected.tokens_per_s_range,
         first_token_s=PROMPT_TOKENS / prompt_speed if prompt_speed else None,
     )
 

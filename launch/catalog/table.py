@@ -8,13 +8,14 @@ from typing import Any
 
 from neuronpipe.launch.catalog.estimates import PROMPT_TOKENS, Estimate
 from neuronpipe.launch.formats import show_bytes
+from neuronpipe.plans.number_format import show_range
 from neuronpipe.protocol.frozen import frozen
 
 COLUMNS = 80
 NAME_COLUMNS = 18
 HEADINGS = (
-    f"{'':<{NAME_COLUMNS}}{'':>10}  {'memory':>10}  {'weights':>8}  {'':>8}  {'first':>7}",
-    f"{'model':<{NAME_COLUMNS}}{'download':>10}  {'at least':>10}  {'resident':>8}  {'tokens/s':>8}  {'token':>7}",
+    f"{'':<{NAME_COLUMNS}}{'':>10}  {'memory':>10}  {'weights':>8}  {'':>10}  {'first':>7}",
+    f"{'model':<{NAME_COLUMNS}}{'download':>10}  {'at least':>10}  {'resident':>8}  {'tokens/s':>10}  {'token':>7}",
 )
 LEGEND = (
     "at least: the smallest --memory that works; resident: the share of the feed-forward weights that stays within the "
@@ -62,7 +63,7 @@ def _figures(estimate: Estimate, *, is_pulled: bool) -> str:
     share = "" if estimate.resident_share is None else f"{estimate.resident_share:.0%}"
     return (
         f"{estimate.model.name:<{NAME_COLUMNS}}{size:>10}  {min_memory:>10}  {share:>8}  "
-        f"{_speed(estimate.tokens_per_s):>8}  {_seconds(estimate.first_token_s):>7}"
+        f"{_speed(estimate):>10}  {_seconds(estimate.first_token_s):>7}"
     )
 
 
@@ -97,7 +98,7 @@ def print_lines(lines: Sequence[Line], *, in_colour: bool) -> None:
 
 def as_json(estimate: Estimate, *, is_pulled: bool) -> dict[str, Any]:
     """Return the fields of a model for scripts. Figures that are not known are null."""
-    model = estimate.model
+    model, speeds = estimate.model, estimate.tokens_per_s_range
     return {
         "name": model.name,
         "note": model.note,
@@ -114,6 +115,7 @@ def as_json(estimate: Estimate, *, is_pulled: bool) -> dict[str, Any]:
         "min_memory_bytes": estimate.min_memory_bytes,
         "resident_share": None if estimate.resident_share is None else round(estimate.resident_share, 4),
         "tokens_per_s": estimate.tokens_per_s,
+        "tokens_per_s_range": None if speeds is None else {"low": speeds.low, "high": speeds.high},
         "first_token_s": estimate.first_token_s,
     }
 
@@ -122,10 +124,11 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.0f}M" if parameters < 0.95e9 else f"{parameters / 1e9:.1f}B"
 
 
-def _speed(tokens_per_s: float | None) -> str:
-    if tokens_per_s is None:
-        return "?"
-    return f"{tokens_per_s:.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
+def _speed(estimate: Estimate) -> str:
+    speeds, median = estimate.tokens_per_s_range, estimate.tokens_per_s
+    if speeds is not None:
+        return show_range(speeds.low, speeds.high, word="-")
+    return "?" if median is None else show_range(median, median)
 
 
 def _seconds(seconds: float | None) -> str:

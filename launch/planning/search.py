@@ -27,6 +27,7 @@ from neuronpipe.plans.planner.default_sizes import context_reason, default_conte
 from neuronpipe.plans.planner.device_facts import DeviceFacts, device_facts
 from neuronpipe.plans.planner.mode_choice import allowed_modes
 from neuronpipe.plans.planner.plan_options import PlanOptions as PlannerOptions
+from neuronpipe.plans.planner.planned_range import with_ranges
 from neuronpipe.plans.planner.search import MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, Search
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -96,6 +97,7 @@ def search_plan(
             f"the limit is the smallest that is expected to reach {target_speed:g} tokens/s, "
             f"to within {PRECISION:.0%}, and {PROMPT_ALLOWANCE:.0%} for prompts"
         )
+    plan = with_ranges(plan, subject.manifest, frequencies, chosen.device.measured)
     return outcome.search, outcome.result, dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
 
 
@@ -117,7 +119,8 @@ def quick_plan(subject: Subject, options: PlanOptions, limit_bytes: int) -> tupl
     frequencies = AccessFrequencies.of(subject.manifest, subject.read_activity)
     space = _PlanSearch(options, subject, False, requirements, frequencies).space(None, None)
     search = Search(subject.manifest, space, requirements, USUAL, frequencies)
-    plan = search.quick(limit_bytes).plan
+    candidate = search.quick(limit_bytes)
+    plan = with_ranges(candidate.plan, subject.manifest, frequencies, candidate.device.measured)
     return plan, search.limits_bytes()[0]
 
 

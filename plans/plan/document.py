@@ -26,7 +26,7 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.marks import Range
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 13
+VERSION = 14
 MAX_PLAN_BYTES = 16 << 20
 
 
@@ -234,6 +234,14 @@ class Flash:
 
 
 @frozen(kw_only=True)
+class SpeedRange:
+    """The range of an expected speed, which four of five runs should reach (plans/cost/speed_range.py)."""
+
+    low: float
+    high: float
+
+
+@frozen(kw_only=True)
 class Expected:
     """The planner's expectation for one decoded token, at half of the context, and for a prompt of one prefill chunk.
 
@@ -258,6 +266,9 @@ class Expected:
     miss_rate: float
     first_token_ms: float | None  # time of the prompt
     prefill_tokens_per_s: float | None
+    # None if the speed is None, or if the plan was made by rules alone, without a search.
+    tokens_per_s_range: SpeedRange | None = None
+    prefill_tokens_per_s_range: SpeedRange | None = None
 
 
 @frozen(kw_only=True)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from neuronpipe.plans.number_format import show_number
-from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, Plan
+from neuronpipe.plans.number_format import show_number, show_range
+from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, Plan, SpeedRange
 from neuronpipe.plans.plan.offloaded_blocks import show_offloaded_blocks, show_offloaded_matrices
 from neuronpipe.plans.plan.pinned_clusters import Pins
 from neuronpipe.protocol.errors import safe_name
@@ -104,7 +104,7 @@ def _range(counts: str) -> str:
 
 def _expectation_lines(plan: Plan) -> list[str]:
     expected = plan.expected
-    speed = "not measured" if expected.tokens_per_s is None else f"{show_number(expected.tokens_per_s)} tokens/s"
+    speed = _show_speed(expected.tokens_per_s, expected.tokens_per_s_range)
     terms: tuple[tuple[str, int | None, float | None, str], ...] = (
         ("memory, end to end", expected.sequential_bytes_per_token, expected.sequential_ms_per_token, ""),
         (
@@ -134,9 +134,17 @@ def _expectation_lines(plan: Plan) -> list[str]:
         size_cell = " " * 13 if size is None else _size(size)
         lines.append(f"  {name:<19}{size_cell}  {'-' if time_ms is None else f'{time_ms:.2f}':>9} ms  {note}".rstrip())
     if expected.prefill_tokens_per_s is not None:
-        speed = show_number(expected.prefill_tokens_per_s)
-        lines.append(f"  a prompt of {plan.compute.prefill_chunk_tokens} tokens: {speed} tokens/s")
+        speed = _show_speed(expected.prefill_tokens_per_s, expected.prefill_tokens_per_s_range)
+        lines.append(f"  a prompt of {plan.compute.prefill_chunk_tokens} tokens: {speed.rstrip(',')}")
     return lines
+
+
+def _show_speed(median: float | None, speeds: SpeedRange | None) -> str:
+    if median is None:
+        return "not measured"
+    if speeds is None:
+        return f"{show_number(median)} tokens/s"
+    return f"{show_range(speeds.low, speeds.high)} tokens/s, most likely {show_number(median)},"
 
 
 def difference(old_plan: Plan, new_plan: Plan) -> str:

@@ -14,6 +14,7 @@ from neuronpipe.launch.catalog.estimates import (
     sorted_by_use,
 )
 from neuronpipe.launch.catalog.table import COLUMNS, as_json, table_lines
+from neuronpipe.plans.plan.document import SpeedRange
 from neuronpipe.plans.pull.catalog import catalog
 
 GIB = 1 << 30
@@ -33,6 +34,9 @@ def made(
         min_memory_bytes=2 * GIB,
         resident_share=0.5,
         tokens_per_s=tokens_per_s,
+        tokens_per_s_range=None
+        if tokens_per_s is None
+        else SpeedRange(low=0.9 * tokens_per_s, high=1.2 * tokens_per_s),
         first_token_s=first_token_s,
         problem=problem,
     )
@@ -97,7 +101,7 @@ def test_the_lines_fit_a_terminal_and_say_why_something_does_not_run() -> None:
     lines = [line.text for line in table_lines(estimates, frozenset({"slow"}), shows_others=True)]
     assert max(map(len, lines)) <= COLUMNS
     by_name = {line.split()[0]: line for line in lines if line.strip()}
-    assert by_name["slow"].split() == ["slow", "pulled", "2.00", "GiB", "50%", "2.0", "2.0", "s"]
+    assert by_name["slow"].split() == ["slow", "pulled", "2.00", "GiB", "50%", "1.8-2.4", "2.0", "s"]
     assert by_name["unknown"].split()[-2:] == ["?", "?"]
     assert lines[-1].endswith("needs 60.00 GiB of memory")
     assert not any("60.00 GiB" in line.text for line in table_lines(estimates, frozenset(), shows_others=False))
@@ -121,6 +125,7 @@ def test_the_json_of_a_model_has_bytes_seconds_and_null_for_what_is_not_known() 
         "min_memory_bytes": 2 * GIB,
         "resident_share": 0.5,
         "tokens_per_s": 12.5,
+        "tokens_per_s_range": {"low": 11.25, "high": 15.0},
         "first_token_s": 3.25,
     }
     unknown = as_json(made("b", None, None, problem="needs more"), is_pulled=False)
