@@ -87,7 +87,8 @@ def search_plan(
     if several and options.sequences is None and target_speed is None:
         open_choice = dataclasses.replace(chosen.options, offloaded_blocks=None, offloaded_matrices=None)
         plan = plan_for_sequences(subject.manifest, chosen.device, open_choice, frequencies)
-    reasons = [*outcome.result.reasons(), *outcome.reasons]
+    storage = subject.device.storage
+    reasons = [*outcome.result.reasons(), *outcome.reasons, *(() if storage is None else storage.notes())]
     if options.context_tokens is None and context_tokens < subject.manifest.model.context_tokens:
         reasons.append(context_reason(subject.manifest.model, context_tokens, sequences))
     if subject.prompts.reason:

@@ -31,12 +31,14 @@ class Core:
 
     capacity: relative speed, 1024 for the fastest core of the machine
     allowed: this process may run on it
+    physical: id of the first logical processor of the same physical core (SMT siblings share it); None if unknown
     """
 
     id: int
     capacity: int
     kind: Kind
     allowed: bool = True
+    physical: int | None = None
 
 
 def classify(speeds: Mapping[int, float], source: Source, allowed: Iterable[int]) -> tuple[Core, ...]:
@@ -60,11 +62,27 @@ def classify(speeds: Mapping[int, float], source: Source, allowed: Iterable[int]
 
 
 def _by_speed(cores: Iterable[Core]) -> tuple[list[Core], list[Core]]:
-    """Return the allowed cores as (fast, slow), each fastest first. If only little cores are allowed, they count as
-    fast."""
-    ordered = sorted((core for core in cores if core.allowed), key=lambda core: (-core.capacity, core.id))
+    """Return the allowed cores as (fast, slow), each fastest first, and of equal ones one of each physical core before
+    its siblings. If only little cores are allowed, they count as fast."""
+    allowed = [core for core in cores if core.allowed]
+    further = _further_siblings(allowed)
+    ordered = sorted(allowed, key=lambda core: (-core.capacity, core.id in further, core.id))
     fast = [core for core in ordered if core.kind != "little"]
     return (fast, [core for core in ordered if core.kind == "little"]) if fast else (ordered, [])
+
+
+def _further_siblings(cores: Iterable[Core]) -> frozenset[int]:
+    """Return the ids of the cores that share a physical core with an earlier one of these cores."""
+    siblings: dict[int, list[int]] = {}
+    for core in cores:
+        siblings.setdefault(core.id if core.physical is None else core.physical, []).append(core.id)
+    return frozenset(id for ids in siblings.values() for id in sorted(ids)[1:])
+
+
+def physical_cores(cores: Iterable[Core]) -> int:
+    """Return the number of physical cores of the allowed cores; a core whose siblings are unknown counts as one."""
+    allowed = [core for core in cores if core.allowed]
+    return len(allowed) - len(_further_siblings(allowed))
 
 
 def default_decode_workers(cores: Sequence[Core], cpu_quota: float | None = None) -> int:

@@ -18,6 +18,7 @@ from neuronpipe.protocol.frozen import frozen
 
 if TYPE_CHECKING:
     from neuronpipe.plans.device.profile import DeviceProfile
+    from neuronpipe.plans.device.storage import Storage
 
 
 FlashEngine = Literal["io_uring", "threads"]
@@ -116,6 +117,7 @@ class Device:
     memory_speed: MemorySpeed | None = None
     profile: DeviceProfile | None = None
     processor: str = ""  # model name from the kernel; empty if unknown
+    storage: Storage | None = None  # of the package; None without one
 
     @property
     def id(self) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from neuronpipe.plans.device.cores import Core, Source, classify
@@ -48,7 +49,7 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def read_cores(root: Path, allowed: Iterable[int]) -> tuple[Core, ...]:
-    """Return all cores of the machine, in order of their ids.
+    """Return all cores of the machine, in order of their ids, with their siblings of one physical core.
 
     Their speeds are cpu_capacity if every core has it, else the maximum clock rate if every core has it, else equal.
     """
@@ -56,12 +57,24 @@ def read_cores(root: Path, allowed: Iterable[int]) -> tuple[Core, ...]:
     folder = root / "sys/devices/system/cpu"
     names = (re.fullmatch(r"cpu([0-9]+)", path.name) for path in sorted(folder.glob("cpu[0-9]*")))
     ids = sorted({int(name.group(1)) for name in names if name} | may_use)
+    cores = classify(*_core_speeds(folder, ids), may_use)
+    return tuple(replace(core, physical=_first_sibling(folder / f"cpu{core.id}")) for core in cores)
+
+
+def _core_speeds(folder: Path, ids: Iterable[int]) -> tuple[dict[int, int], Source]:
     sources: tuple[tuple[Source, str], ...] = (("capacity", "cpu_capacity"), ("frequency", "cpufreq/cpuinfo_max_freq"))
     for source, name in sources:
         speeds = {id: _number(folder / f"cpu{id}" / name) or 0 for id in ids}
         if min(speeds.values(), default=0) > 0:
-            return classify(speeds, source, may_use)
-    return classify(dict.fromkeys(ids, 1), "equal", may_use)
+            return speeds, source
+    return dict.fromkeys(ids, 1), "equal"
+
+
+def _first_sibling(folder: Path) -> int | None:
+    """Return the first logical processor of the physical core of a logical one; None if it is unknown."""
+    text = _text(folder / "topology/core_cpus_list") or _text(folder / "topology/thread_siblings_list")
+    first = re.match(r"[0-9]+", text)
+    return int(first[0]) if first else None
 
 
 def read_processor(root: Path) -> str:
@@ -76,7 +89,7 @@ def read_processor(root: Path) -> str:
     return " ".join(" ".join(match.groups()).split()) if match else ""
 
 
-def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
     """Yield (folder, is_v2) for our control group and its ancestors, innermost first."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "")
@@ -98,7 +111,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 def read_cpu_quota(root: Path) -> float | None:
     """Return the processor time that this process may use, in cores (0.5: half of a core); None without a quota."""
     quotas = []
-    for folder, is_v2 in _control_groups(root, "cpu"):
+    for folder, is_v2 in control_groups(root, "cpu"):
         if is_v2:
             quota, _, period = _text(folder / "cpu.max").partition(" ")
         else:
@@ -130,7 +143,7 @@ def pressure_files(root: Path) -> tuple[Path, ...]:
 
     They may not exist.
     """
-    groups = [folder / "memory.pressure" for folder, is_v2 in _control_groups(root, "memory") if is_v2]
+    groups = [folder / "memory.pressure" for folder, is_v2 in control_groups(root, "memory") if is_v2]
     return (*groups[:1], root / "proc/pressure/memory")
 
 
@@ -142,7 +155,7 @@ def read_memory(root: Path) -> Memory:
     machine = _table(root / "proc/meminfo")
     total = 1024 * machine.get("MemTotal", 0)
     available = 1024 * machine.get("MemAvailable", machine.get("MemFree", 0))
-    for folder, is_v2 in _control_groups(root, "memory"):
+    for folder, is_v2 in control_groups(root, "memory"):
         limit = _number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
         if limit is None or limit >= total:
             continue  # no limit: "max", or in version 1 a number larger than any memory

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from neuronpipe.plans.device.cores import Kind
+from neuronpipe.plans.device.cores import Kind, physical_cores
 from neuronpipe.plans.device.measured_points import DecodePoint, PanelPoint, ReusedPoint, Sharing
 from neuronpipe.plans.device.profile import VERSION, DeviceProfile, FlashProfile
 from neuronpipe.plans.measure.barrier_waits import measure_barriers, measure_messages
@@ -91,7 +91,7 @@ class _Measurement:
 
     def _count(self) -> int:
         rounds, workers = self._effort.rounds, len(self._cores)
-        process_groups = len(self._classes) + (workers > 1)
+        process_groups = len(self._classes) + len(self._worker_groups())
         steps = rounds * (workers * len(PROFILE_PIECES) + process_groups * len(self._effort.kernels) + 2 * workers)
         flash = self._effort.flash_rounds * len(self._reads) + rounds * (len(COST_CASES) + 2)
         return steps + (flash if self._reads else 0)
@@ -155,12 +155,16 @@ class _Measurement:
         busy = round(max(load.processor_share(), load.storage_share()), 3)
         return dataclasses.replace(profile, flash=flash, busy=max(profile.busy, busy))
 
+    def _worker_groups(self) -> list[Sequence[int | None]]:
+        """Return the cores of all workers, and where siblings share cores (SMT) those of one worker for each."""
+        counts = sorted({physical_cores(self._device.cores), len(self._cores)})
+        return [self._cores[:count] for count in counts if 1 < count <= len(self._cores)]
+
     def _kernels(self, memory: BenchmarkMemory) -> list[Point]:
         process_groups: list[tuple[Sequence[int | None], Kind | None]] = [
             ([core_class.measured], core_class.kind) for core_class in self._classes
         ]
-        if len(self._cores) > 1:
-            process_groups.append((self._cores, None))
+        process_groups += [(cores, None) for cores in self._worker_groups()]
         points: list[Point] = []
         for cores, kind in process_groups:
             points += measure_kernels(

@@ -17,6 +17,7 @@ from neuronpipe.plans.device.cores import Kind, assign_cores, default_decode_wor
 from neuronpipe.plans.device.device import Device, FlashCurve
 from neuronpipe.plans.device.process_limits import read_cores, read_cpu_quota, read_memory, read_processor
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
+from neuronpipe.plans.device.storage import mounted, read_storage
 from neuronpipe.plans.measure.cached_profile import (
     CachedMeasurement,
     cache_measurement,
@@ -41,6 +42,7 @@ ENGINES = ("io_uring", "threads")
 CACHED_BYTES = 32 << 20  # a processor's cache may hold a smaller package
 CONFIRM_AFTER_S = 600.0  # age from which on a device profile is confirmed: a load at its time may have ended
 CACHE_VARIABLE = "XDG_CACHE_HOME"
+ROOT = Path("/")
 
 
 def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = lambda line: None) -> Device:
@@ -56,9 +58,11 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
     device, neurons = this_device(), neurons_file(directory)
     if neurons is None:
         return device
+    storage = read_storage(ROOT, os.stat(neurons.parent).st_dev)
+    device = dataclasses.replace(device, storage=storage)
     profile = _cached_device_profile(device, directory, say) if brief else None
     cores, cases = decode_cores(device), _kernel_cases(directory)
-    flash_path = _cache_path("flash", device, file_system(neurons.parent), device.flash_engine)
+    flash_path = _cache_path("flash", device, _storage_names(directory)[0], device.flash_engine)
     memory_path = _cache_path("memory", device, repr(_allowed(device)), repr(cases))
 
     def flash() -> FlashCurve | None:
@@ -76,6 +80,7 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
         if (measured := memory()) is not None:
             cache_measurement(memory_path, measured)
         speed = measured.memory_speed() if measured else None
+        curve = None if curve is None else storage.applied_to(curve)
         return dataclasses.replace(device, flash=curve, memory_speed=speed, profile=measured)
     # A later start on a quiet machine measures briefly, and its figures replace the profile's if they are faster.
     is_confirmation_due = profile is not None and time.time() > profile.taken_at + CONFIRM_AFTER_S
@@ -89,6 +94,7 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
         later = cached_or_measured(memory_path, "memory", DeviceProfile, memory, say, only_quiet=is_confirmation_due)
     profile = later if profile is None else with_better(profile, later)
     speed = (profile.memory_speed() if profile else None) or (later.memory_speed() if later else None)
+    curve = None if curve is None else storage.applied_to(curve)
     return dataclasses.replace(device, flash=curve, memory_speed=speed, profile=profile)
 
 
@@ -109,7 +115,7 @@ class CacheState:
 def cache_state(directory: Path) -> CacheState:
     """Return the cached measurements that starts of the package in `directory` may use."""
     device, lines = this_device(), list[str]()
-    place, allowed, cases = _storage(directory), repr(_allowed(device)), repr(_kernel_cases(directory))
+    place, allowed, cases = _storage_names(directory)[0], repr(_allowed(device)), repr(_kernel_cases(directory))
     path, why_not = _cache_path("profile", device, place, device.flash_engine), None
     used = _cached_device_profile(device, directory, lines.append)
     profile = used
@@ -165,21 +171,20 @@ def _kernel_cases(directory: Path) -> tuple[Case, ...]:
 
 def this_device() -> Device:
     """Return the facts about the device that need no measurement."""
-    root = Path("/")
-    memory = read_memory(root)
+    memory = read_memory(ROOT)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Device(
         architecture=os.uname().machine,
         instruction_set=_instruction_set(),
-        cores=read_cores(root, os.sched_getaffinity(0)),
-        cpu_quota=read_cpu_quota(root),
+        cores=read_cores(ROOT, os.sched_getaffinity(0)),
+        cpu_quota=read_cpu_quota(ROOT),
         memory_total_bytes=memory.total_bytes,
         memory_available_bytes=memory.available_bytes,
         page_bytes=mmap.PAGESIZE,
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         io_uring=io_uring_allowed(Path("/proc/self/exe")),
         flash=None,
-        processor=read_processor(root),
+        processor=read_processor(ROOT),
     )
 
 
@@ -188,7 +193,7 @@ def profile_path(device: Device, directory: Path) -> Path:
 
     Raises UserError if this user has no home.
     """
-    path = _cache_path("profile", device, _storage(directory), device.flash_engine)
+    path = _cache_path("profile", device, _storage_names(directory)[0], device.flash_engine)
     if path is None:
         raise UserError(f"this user has no home folder to cache the profile in; set {CACHE_VARIABLE} to a folder")
     return path
@@ -221,21 +226,28 @@ def _cached_device_profile(device: Device, directory: Path, say: Callable[[str],
     """Return the valid device profile for this device and file system; None if there is none.
 
     A profile that was measured with the other flash engine is used without its flash figures, for example in a
-    container that forbids io_uring.
+    container that forbids io_uring. One that was measured without the limits of this process's control groups is used
+    with these limits.
     """
-    storage = _storage(directory)
     for engine in sorted(ENGINES, key=lambda engine: engine != device.flash_engine):
-        path = _cache_path("profile", device, storage, engine)
-        profile = None if path is None else usable_profile(path, device.id, _allowed(device), say)
-        if profile is not None:
-            return profile if engine == device.flash_engine else dataclasses.replace(profile, flash=None)
+        for storage in _storage_names(directory):
+            path = _cache_path("profile", device, storage, engine)
+            profile = None if path is None else usable_profile(path, device.id, _allowed(device), say)
+            if profile is not None:
+                return profile if engine == device.flash_engine else dataclasses.replace(profile, flash=None)
     return None
 
 
-def _storage(directory: Path) -> str:
-    """Return the name of the file system with a package's neurons; without a package, that of the directory."""
+def _storage_names(directory: Path) -> tuple[str, ...]:
+    """Return the names of the storage of a package's neurons; without a package, of that of the directory.
+
+    Measurements are cached under the first name. It has the limits of this process's control groups, because figures
+    measured within them are wrong outside. The name without limits follows.
+    """
     neurons = neurons_file(directory)
-    return file_system(directory if neurons is None else neurons.parent)
+    folder = directory if neurons is None else neurons.parent
+    name, limits = file_system(folder), read_storage(ROOT, os.stat(folder).st_dev).limits
+    return (f"{name}, {limits}", name) if limits else (name,)
 
 
 def file_system(directory: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
@@ -247,29 +259,14 @@ def file_system(directory: Path, mountinfo: Path = Path("/proc/self/mountinfo"))
     """
     system = os.statvfs(directory)
     device_number = os.stat(directory).st_dev
-    mounted = _mounted(device_number, mountinfo)
-    if mounted is not None and "overlay" in mounted[0]:
+    mount = mounted(device_number, mountinfo)
+    if mount is not None and "overlay" in mount[0]:
         return f"overlay {system.f_blocks * system.f_frsize}"
     if system.f_fsid:
         return str(system.f_fsid)
-    if mounted is not None:
-        return " ".join(mounted)
+    if mount is not None:
+        return " ".join(mount)
     return f"{device_number} {system.f_fsid} {system.f_blocks * system.f_frsize}"
-
-
-def _mounted(device_number: int, mountinfo: Path) -> tuple[str, str] | None:
-    """Return (type, source) of the mounted file system with this device number; None if it is unknown."""
-    major_minor = f"{os.major(device_number)}:{os.minor(device_number)}"
-    try:
-        lines = mountinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        mount, _, system = line.partition(" - ")
-        fields = system.split(" ")
-        if major_minor in mount.split(" ")[2:3] and len(fields) > 1:
-            return fields[0], fields[1]
-    return None
 
 
 def cache_folder() -> Path | None:
@@ -290,8 +287,10 @@ def cache_folder() -> Path | None:
 def _cache_path(what: str, device: Device, *place: str) -> Path | None:
     """Return the path of a cached measurement; None if this user has no home.
 
-    place: what the measurement depends on besides the device
+    It depends on the release of the kernel, whose scheduler and drivers decide the speed of reads and waits.
+
+    place: what the measurement depends on besides the device and the kernel
     """
-    key = " ".join([str(CACHE_VERSION), device.id, *place])
+    key = " ".join([str(CACHE_VERSION), device.id, os.uname().release, *place])
     folder = cache_folder()
     return None if folder is None else folder / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

@@ -56,6 +56,14 @@ def test_the_loader_shares_its_core_only_when_every_fast_core_decodes() -> None:
     assert roles["coordinator"] is None
 
 
+def test_workers_take_one_of_each_physical_core_before_its_siblings() -> None:
+    cores = tuple(Core(id=id, capacity=1024, kind="big", physical=id // 2 * 2) for id in range(8))
+    roles = assign_cores(cores, 4)
+    assert [roles[f"decode.{number}"] for number in range(4)] == [0, 2, 4, 6]
+    assert roles["loader"] == 7  # a sibling of the last worker, whose core would else be shared
+    assert [assign_cores(cores, 7)[f"decode.{number}"] for number in range(4, 7)] == [1, 3, 5]
+
+
 def test_two_equal_cores_both_decode() -> None:
     assert assign_cores(cores_of({0: 1024, 1: 1024}), 2) == {
         **{"decode.0": 0, "decode.1": 1, "loader": 1, "prefill": 0},

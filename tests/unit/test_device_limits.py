@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from neuronpipe.plans.device.cores import physical_cores
 from neuronpipe.plans.device.process_limits import (
     Memory,
     read_cores,
@@ -55,6 +56,18 @@ def test_without_any_figures_all_cores_are_alike(tmp_path: Path) -> None:
 def test_folders_that_are_no_cores_are_passed_over(tmp_path: Path) -> None:
     root = write(tmp_path, {**cpu_files("cpu_capacity", [1024]), "sys/devices/system/cpu/cpufreq/boost": "1"})
     assert [core.id for core in read_cores(root, {0})] == [0]
+
+
+@pytest.mark.parametrize("name", ["core_cpus_list", "thread_siblings_list"])
+def test_siblings_of_a_physical_core_are_known(tmp_path: Path, name: str) -> None:
+    siblings = ["0,2", "1,3", "0,2", "1,3"]
+    folder = "sys/devices/system/cpu/cpu{}/topology/{}"
+    root = write(tmp_path, {folder.format(core, name): text for core, text in enumerate(siblings)})
+    cores = read_cores(root, range(4))
+    assert [core.physical for core in cores] == [0, 1, 0, 1]
+    assert physical_cores(cores) == 2
+    assert physical_cores(read_cores(root, {0, 2, 3})) == 2
+    assert physical_cores(read_cores(tmp_path / "without", range(4))) == 4
 
 
 def test_a_core_outside_the_affinity_mask_is_known_and_not_allowed(tmp_path: Path) -> None:

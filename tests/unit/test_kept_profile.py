@@ -16,6 +16,7 @@ from neuronpipe.launch.doctor.checks import _cached_figures
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint
 from neuronpipe.plans.device.process_limits import Memory
 from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.device.storage import Storage
 from neuronpipe.plans.measure import probe
 from neuronpipe.plans.measure.cached_profile import cache_profile, usable_profile
 from neuronpipe.plans.planner.device_facts import device_facts
@@ -155,6 +156,39 @@ def test_the_profile_is_found_inside_a_container_with_limits(package: Path, monk
     assert device.memory_total_bytes == GIB
     assert device_facts(device).memory_bytes < GIB // 2  # the limit counts for the plan
     assert len([one for one in device_facts(device).processes if one.role == "decode"]) == 1
+
+
+def test_a_profile_is_found_under_a_limit_of_the_disk_and_capped_by_it(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(package)
+    monkeypatch.setattr(probe, "read_storage", lambda *_: Storage(read_bytes_per_s=60e6))
+    for name in ("measure_curve", "measure_memory"):
+        monkeypatch.setattr(probe, name, lambda *_, **__: pytest.fail("measured"))
+    device = probe.probe(package)
+    assert device.flash is not None
+    assert max(point.bytes_per_s for point in device.flash.points) == 60e6
+    assert device.storage == Storage(read_bytes_per_s=60e6)
+
+
+def test_what_is_measured_under_a_limit_of_the_disk_is_not_used_without_it(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as within:
+        within.setattr(probe, "read_storage", lambda *_: Storage(reads_per_s=100.0))
+        path = kept(package)
+    assert path.exists()
+    assert probe.cache_state(package).profile is None
+
+
+def test_another_release_of_the_kernel_is_measured_anew(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, path = probe.this_device(), kept(package)
+    assert path == probe.profile_path(device, package)
+    release = os.uname()
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result((*release[:2], "9.9.9", *release[3:])))
+    assert probe.this_device().id == device.id  # plans stay valid
+    assert probe.profile_path(device, package) != path
+    assert probe.cache_state(package).profile is None
 
 
 def test_a_profile_of_another_flash_engine_serves_without_its_flash(
