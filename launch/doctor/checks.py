@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -101,7 +100,6 @@ _ADVICE_WHEN_BROKEN = {
     "compiler": "install gcc or clang",
     "kernels": "compile them: start launch/neuronpipe from the checkout, or install the package again",
     "device": "check that /proc and /sys can be read and that the package's files are yours",
-    "kept figures": "make the folder ~/.cache/neuronpipe readable",
     "shared memory": "the kernel must offer memfd_create with sealing (Linux 3.17 or newer)",
     "run directory": "set TMPDIR to a folder that can be written, with a short path",
     "free disk": "name a package directory that exists",
@@ -175,16 +173,20 @@ def _device_checks(directory: Path) -> list[Check]:
         _io_uring(device),
         _flash(device, directory),
         _memory_speed(device),
-        _guarded("kept figures", lambda: _cached_figures(directory)),
+        _storage(device),
     ]
 
 
 def _cores(device: Device) -> Check:
     allowed = [core for core in device.cores if core.allowed]
+    from neuronpipe.plans.device.cores import physical_cores
+
     kinds = ", ".join(
         f"{count} {kind}" for kind in ("big", "mid", "little") if (count := sum(core.kind == kind for core in allowed))
     )
     summary = f"{kinds}; {len(allowed)} of {len(device.cores)} allowed, {device.architecture}"
+    if (physical := physical_cores(device.cores)) < len(allowed):
+        summary += f"; {physical} physical cores, whose siblings share kernels' units"
     if device.cpu_quota is not None and device.cpu_quota < len(allowed):
         advice = "the control group's CPU quota stops all workers at times; raise it for even speed"
         return Check(name="cores", state="warn", found=f"{summary}, quota {device.cpu_quota:g} cores", advice=advice)
@@ -214,6 +216,20 @@ def _io_uring(device: Device) -> Check:
     return Check(name="io_uring", state="warn", found="not allowed here", advice=advice)
 
 
+def _storage(device: Device) -> Check:
+    storage = device.storage
+    if storage is None:
+        return Check(name="storage", state="ok", found="no package")
+    summary = storage.file_system or "unknown file system"
+    if storage.limits:
+        summary += f", limited to {storage.limits} by a control group"
+    if storage.is_network:
+        advice = "reads depend on a network; copy the package to a local disk"
+        return Check(name="storage", state="warn", found=f"{summary}, a network file system", advice=advice)
+    advice = "raise io.max (or blkio.throttle) of the control group for faster reads" if storage.limits else ""
+    return Check(name="storage", state="warn" if advice else "ok", found=summary, advice=advice)
+
+
 def _flash(device: Device, directory: Path) -> Check:
     curve = device.flash
     if curve is None:
@@ -238,34 +254,6 @@ def _memory_speed(device: Device) -> Check:
         f"{speed.threads} decode core(s) {speed.sequential_bytes_per_s / 1e9:.1f}; in pieces of {pieces}"
     )
     return _checked_figures("memory speed", summary, device.profile)
-
-
-def _cached_figures(directory: Path) -> Check:
-    """Check the cached measurements that runs use: their age, how busy the machine was, when they are repeated."""
-    from neuronpipe.plans.measure.probe import cache_state
-
-    state, now = cache_state(directory), time.time()
-    parts = [
-        f"{name} of {_when(record.taken_at, record.measured.busy)}, measured again {record.again(now)}"
-        for name, record in (("memory", state.memory), ("flash", state.flash))
-        if record is not None
-    ]
-    profile = state.profile
-    if profile is None:
-        summary = "; ".join(parts) or "none: every start measures"
-        advice = "`neuronpipe profile device PACKAGE` measures this machine more closely, in a minute"
-        return Check(name="kept figures", state="ok", found=summary, advice=advice if parts else "")
-    profile_age = f"device profile of {_when(profile.taken_at, profile.busy)}"
-    if state.why_not is not None:
-        summary = "; ".join([f"{profile_age}, not used: {state.why_not}", *parts])
-        advice = "`neuronpipe profile device` measures it again; until then starts measure briefly"
-        return Check(name="kept figures", state="warn", found=summary, advice=advice)
-    summary = "; ".join([f"{profile_age}; figures of later quiet starts replace its own where they are better", *parts])
-    return Check(name="kept figures", state="ok", found=summary)
-
-
-def _when(taken_at: float, busy: float) -> str:
-    return f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(taken_at))} (other programs kept it {busy:.0%} busy)"
 
 
 def _checked_figures(name: str, summary: str, measured: FlashCurve | DeviceProfile) -> Check:

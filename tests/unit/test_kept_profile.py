@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from neuronpipe.launch.bench.planned import beaten
 from neuronpipe.launch.cli import main
-from neuronpipe.launch.doctor.checks import _cached_figures
+from neuronpipe.launch.doctor.facts import MEASURE, Fact, known_facts, render_facts
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint
 from neuronpipe.plans.device.process_limits import Memory
 from neuronpipe.plans.device.profile import DeviceProfile
@@ -266,16 +266,48 @@ def test_a_profile_stays_where_a_start_finds_nothing_better_or_is_no_time_to_loo
     assert started(package, monkeypatch, brief(speed), quiet=quiet).dram == profile().dram
 
 
-def test_the_doctor_says_when_figures_were_measured_and_whether_they_are_again(
+def facts_by_name(package: Path) -> dict[str, Fact]:
+    return {fact.name: fact for fact in known_facts(probe.cache_state(package), time.time())}
+
+
+def test_the_doctor_knows_the_facts_of_a_profile_with_date_spread_and_sureness(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started(package, monkeypatch, brief(2.0, busy=0.3))
-    found = _cached_figures(package)
-    assert found.state == "ok"
-    assert "device profile of " in found.found
-    assert "(other programs kept it 30% busy), measured again at the next start" in found.found
+    facts = facts_by_name(package)
+    memory = facts["memory"]
+    assert (memory.effort, memory.sureness, memory.advice) == ("full", "sure", "")
+    assert memory.value == "20.0 GB/s by 2 workers"
+    assert memory.spread == 0.01
+    assert memory.taken_at == pytest.approx(time.time() - 3600, abs=3600)
+    assert "exact" in facts["steps"].value
+    assert facts["reads"].sureness == "assumed"  # this profile has no delays
+    assert {"memory", "kernels", "flash", "steps"} <= {name for name, fact in facts.items() if fact.effort == "full"}
+
+
+def test_the_doctor_says_why_a_profile_is_not_used_and_what_is_known_without_it(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(package, monkeypatch, brief(1.0))
     kept(package, busy=0.5)
-    assert "not used: other programs kept the machine 50% busy" in _cached_figures(package).found
+    facts = facts_by_name(package)
+    assert (facts["steps"].sureness, facts["steps"].taken_at) == ("assumed", None)
+    assert "is not used: other programs kept the machine 50% busy" in facts["steps"].why
+    assert "`neuronpipe profile device PACKAGE`" in facts["steps"].advice
+    text = render_facts(facts.values())
+    assert text.count(MEASURE) == 1  # though several facts need it
+    assert all(f" {name} " in text for name in facts)
+
+
+def test_the_doctor_doubts_a_brief_measurement_of_a_busy_machine(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "measure_memory", lambda *_, **__: brief(1.0, busy=0.3))
+    probe.probe(package)
+    memory = facts_by_name(package)["memory"]
+    assert (memory.effort, memory.sureness) == ("brief", "doubtful")
+    assert "other programs kept the machine 30% busy; measured again at the next start" in memory.why
+    assert memory.advice
 
 
 def test_a_run_that_beats_a_figure_has_it_measured_again(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
