@@ -163,6 +163,16 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plan", type=Path, metavar="FILE", help="use this plan instead of searching for one")
 
 
+def add_idle_profile_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare --no-idle-profile, for verbs whose run stays."""
+    parser.add_argument(
+        "--no-idle-profile",
+        action="store_true",
+        help="do not measure this device by itself while no request has come for a minute; what is measured makes the "
+        "next plan surer, and a request stops it at once",
+    )
+
+
 def parse_backend(text: str) -> tuple[str, str]:
     """Parse ROLE=BACKEND. For argparse: raises ArgumentTypeError."""
     role, equals, backend = text.partition("=")

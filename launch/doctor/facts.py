@@ -171,7 +171,7 @@ def render_facts(facts: Iterable[Fact]) -> str:
     """Return the facts as text, one per line, with reason and advice below; equal advice is given once."""
     lines, advised = ["what plans know of this machine:"], set[str]()
     for fact in facts:
-        details = [fact.sureness]
+        details: list[str] = [fact.sureness]
         if fact.taken_at is not None:
             details += [fact.effort, show_date(fact.taken_at), f"spread {fact.spread or 0:.0%}"]
         lines.append(f"      {fact.name:<14} {fact.value} ({', '.join(details)})")

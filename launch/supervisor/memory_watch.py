@@ -79,9 +79,13 @@ class MemoryWatch:
         self.due_at = self._usage.due_at if used or self._pressure.is_changing else now + IDLE_LOOK_S
         return changed
 
+    @property
+    def warms_up(self) -> bool:
+        """True while the loader reads clusters that the cache wants before they are needed."""
+        return bool(self._flash[WARM_UP_LEFT])
+
     def _is_used(self) -> bool:
-        warms_up = bool(self._flash[WARM_UP_LEFT])
-        return warms_up or self._usage.is_early or time.monotonic() < self._used_until
+        return self.warms_up or self._usage.is_early or time.monotonic() < self._used_until
 
 
 def open_stall_trigger(files: Iterable[Path]) -> int | None:

@@ -87,6 +87,7 @@ def started_run(
     uses: Implementations | None = None,
     listener: Listener | None = None,
     fixed: Segment | None = None,
+    measures_idle: bool = False,
 ) -> Iterator[LiveRun]:
     """Start a run by forking its supervisor; end it with the context.
 
@@ -96,6 +97,7 @@ def started_run(
     uses: implementations that replace built-in ones
     listener: the gateway's, if the plan has a gateway
     fixed: the fixed tensors, if another run has loaded them
+    measures_idle: whether the device profile is measured while the run is idle
 
     Raises UserError if the run cannot be started.
 
@@ -108,7 +110,7 @@ def started_run(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, HASTEN))
     with _frozen_heap():
         try:
-            live = _fork(package, plan, path, stays, uses or Implementations(), listener, fixed)
+            live = _fork(package, plan, path, stays, uses or Implementations(), listener, fixed, measures_idle)
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)  # signals that were blocked are raised here
                 yield live
@@ -156,6 +158,7 @@ def _fork(
     uses: Implementations,
     listener: Listener | None,
     fixed: Segment | None,
+    measures_idle: bool,
 ) -> LiveRun:
     directory = RunDirectory.create(path)
     client = os.getpid()
@@ -171,7 +174,8 @@ def _fork(
             _detach()
         inherited = {0, 1, 2, write_end, *([] if listener is None else [listener.descriptor])}
         close_descriptors(lambda number, target: number not in inherited and target.startswith(("pipe:", "socket:")))
-        supervise(directory, package, plan, write_end, () if stays else (client,), uses, listener, fixed)
+        watched = () if stays else (client,)
+        supervise(directory, package, plan, write_end, watched, uses, listener, fixed, measures_idle=measures_idle)
     os.close(write_end)
     directory.release()
     return LiveRun(directory, pid, read_end)
@@ -186,6 +190,8 @@ def supervise(
     uses: Implementations,
     listener: Listener | None = None,
     fixed: Segment | None = None,
+    *,
+    measures_idle: bool = False,
 ) -> None:
     """Be the supervisor of a run, in a forked child. Never returns.
 
@@ -194,7 +200,9 @@ def supervise(
     message, status = "", 1
     try:
         lib.np_process_name(b"np-supervisor")
-        supervisor = Supervisor(directory, package, plan, watched, uses, listener, fixed, report)
+        supervisor = Supervisor(
+            directory, package, plan, watched, uses, listener, fixed, report, measures_idle=measures_idle
+        )
         supervisor.run()
         message, status = supervisor.failure or "", EXHAUSTED if supervisor.is_exhausted else 1
     except UserError as error:

@@ -34,21 +34,21 @@ from collections.abc import Container
 
 from neuronpipe.launch.supervisor.control import ControlSocket, answer
 from neuronpipe.launch.supervisor.deaths import WITHIN_S, Causes, RestartBudget
+from neuronpipe.launch.supervisor.idle_profile import IdleProfile, MeasuringProcess
 from neuronpipe.launch.supervisor.logs import ProcessLogs
 from neuronpipe.launch.supervisor.memory_watch import MemoryWatch
 from neuronpipe.launch.supervisor.overdue import Overdue
+from neuronpipe.launch.supervisor.published_run import publish
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
 from neuronpipe.launch.supervisor.watchdog import Watchdog, observe_run
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import ACCELERATOR, BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
-from neuronpipe.plans.plan.segment_sizes import private_layouts
-from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.memory.layout import LINE_WORDS
 from neuronpipe.protocol.memory.segments import Segment
-from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, own_pid, started
+from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.coordinator.sleep import BOARD_CHANGED
 from neuronpipe.services.monitor.process_usage import helpers_of
 from neuronpipe.services.runtime.core_pinning import pin
@@ -57,9 +57,7 @@ from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.runtime.listener import Listener
 from neuronpipe.services.runtime.pulse import Pulse, shared_words
 from neuronpipe.services.runtime.run_memory import Epoch, RunMemory, create_segments
-from neuronpipe.services.runtime.run_summary import run_summary
 from neuronpipe.services.steps.backend import BACKENDS
-from neuronpipe.services.worker.native_model import engine_json
 
 EXHAUSTED = 3  # exit status: a process exceeded its restart budget; another run may fare better
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
@@ -84,6 +82,7 @@ class Supervisor:
     listener: the gateway's, if the plan has a gateway
     fixed: the fixed tensors, if another run has loaded them
     report: pipe whose reader is the command that started the run
+    measures_idle: whether the device profile is measured while the run is idle (idle_profile.py)
     failure: why the run ends, if not on request
     is_exhausted: whether a process exceeded its restart budget
     """
@@ -98,6 +97,8 @@ class Supervisor:
         listener: Listener | None = None,
         fixed: Segment | None = None,
         report: int | None = None,
+        *,
+        measures_idle: bool = False,
     ) -> None:
         self._directory, self._package, self._plan = directory, package, plan
         self._watched, self._listener, self._report = watched, listener, report
@@ -123,6 +124,14 @@ class Supervisor:
         self._overdue = Overdue(self._lines, self._memory, directory.path)
         self._spans = self._memory.view("trace", "next")[:: LINE_WORDS // 2]
         self._watchdog, self._pulses = Watchdog(), shared_words(len(self._lines))
+        measuring = MeasuringProcess(package.path, directory.path)
+        self._idle_profile = IdleProfile(
+            self._memory.view("board", "texts")[1:2],
+            self._memory.view("board", "device_profile"),
+            lambda: not self._memory_watch.warms_up and not self._has_foreign_coordinator,
+            measuring if measures_idle else None,
+            time.monotonic(),
+        )
         self._run = os.urandom(6).hex()
         self._stopping = self._hasty = False
         self.failure: str | None = None
@@ -137,7 +146,7 @@ class Supervisor:
         for number in (*STOPPING, HASTEN):
             signal.signal(number, self._on_stop_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, HASTEN))  # blocked since the fork
-        self._publish()
+        publish(self._directory, self._run, self._package, self._plan, self._segments)
         preload({role for role, _ in self._lines})
         gc.collect()
         gc.freeze()  # the collector would write to every shared page, and so copy it
@@ -157,6 +166,7 @@ class Supervisor:
                 if not ready.isdisjoint(self._control.descriptors()):
                     self._answer_requests()
                 self._watch_replacement()
+                self._idle_profile.look(time.monotonic())
                 self._measure()
                 if self._report in ready or (self._watched and os.getppid() not in self._watched):
                     self._stopping = True  # the command that started this run is gone
@@ -172,7 +182,8 @@ class Supervisor:
             poller.register(self._memory_watch.stall_trigger, select.POLLPRI)
         if self._watched and self._report is not None:
             poller.register(self._report, 0)  # an error means that the command that reads it is gone
-        timeout_s = min(self._memory_watch.due_at, self._watchdog.due_at) - time.monotonic()
+        due_at = min(self._memory_watch.due_at, self._watchdog.due_at, self._idle_profile.due_at)
+        timeout_s = due_at - time.monotonic()
         if self._replacement is not None:
             timeout_s = min(timeout_s, REPLACEMENT_POLL_S)
         return {descriptor for descriptor, _ in poller.poll(max(0.0, 1000 * timeout_s))}
@@ -186,34 +197,6 @@ class Supervisor:
     def _on_stop_signal(self, number: int, _: object) -> None:
         self._stopping = True
         self._hasty |= number == HASTEN
-
-    def _publish(self) -> None:
-        """Write run.json, with read-only descriptors for clients."""
-        handles = {
-            name: SegmentHandle(
-                fd=segment.read_only().fd, total_bytes=segment.layout.total_bytes, layout=segment.layout.text
-            )
-            for name, segment in self._segments.items()
-        }
-        pid, plan = own_pid(), self._plan
-        manifest = self._package.manifest
-        engine = engine_json(manifest, plan.compute.context_tokens, moved_scales=plan.memory.are_scales_moved)
-        self._directory.publish(
-            RunFile(
-                protocol=VERSION,
-                run=self._run,
-                supervisor_pid=pid,
-                supervisor_started=started(pid),
-                endpoints=self._directory.endpoints(),
-                segments=handles,
-                plan=plan.id,
-                package=str(self._package.path.resolve()),
-                private={name: layout.text for name, layout in private_layouts(manifest, plan).items()},
-                summary=run_summary(self._package, plan, self._segments),
-            ),
-            plan.to_json(),
-            engine,
-        )
 
     # ---- requests and replacements -----------------------------------------------------------
     def _answer_requests(self) -> None:
@@ -354,8 +337,11 @@ class Supervisor:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
+            code = os.waitstatus_to_exitcode(status)
             if pid in self._processes:
-                self._handle_end(self._processes.pop(pid), os.waitstatus_to_exitcode(status))
+                self._handle_end(self._processes.pop(pid), code)
+            else:
+                self._idle_profile.process_ended(pid, code, time.monotonic())
 
     def _handle_end(self, spec: ProcessSpec, code: int) -> None:
         """Make all processes leave the step, and start the process that has ended again unless that is hopeless."""
@@ -416,16 +402,20 @@ class Supervisor:
         self._budget.clear(key)
         self._start(spec)
 
+    @property
+    def _has_foreign_coordinator(self) -> bool:
+        """True if the coordinator need not report that the run is in use."""
+        return self._implementations["coordinator", 0] != Implementations().of("coordinator", 0)
+
     def _measure(self) -> None:
-        # A foreign coordinator need not report that the run is in use.
-        is_foreign = self._implementations["coordinator", 0] != Implementations().of("coordinator", 0)
         pids = [*self._processes, *helpers_of(self._processes), *self._watched]
-        if self._memory_watch.look(pids, always_used=is_foreign):
+        if self._memory_watch.look(pids, always_used=self._has_foreign_coordinator):
             self._nudge_coordinator()
 
     # ---- the end ---------------------------------------------------------------------------------------------
     def _shut_down(self) -> None:
         self._stopping = True
+        self._idle_profile.end()
         if self._replacement is not None:
             answer(self._replacement.client, {"error": "the run is ending"})
         coordinator = [pid for pid, spec in self._processes.items() if spec.role == "coordinator"]

@@ -131,6 +131,12 @@ def cache_state(directory: Path) -> CacheState:
     )
 
 
+def has_device_profile(directory: Path) -> bool:
+    """Return True if starts of the package in `directory` use a device profile that has measured runs."""
+    profile = _cached_device_profile(this_device(), directory, lambda line: None)
+    return profile is not None and bool(profile.steps)
+
+
 def remeasure_memory(directory: Path, why: str, say: Callable[[str], None]) -> None:
     """Measure memory and the kernels of the package in `directory` again, and cache the result.
 

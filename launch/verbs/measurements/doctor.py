@@ -34,8 +34,11 @@ def main(arguments: argparse.Namespace) -> int:
         findings = checks(directory, progress)
         facts, facts_text = _known_facts(directory)
     if arguments.json:
-        lists = {"checks": findings, "facts": facts}
-        print(json.dumps({name: [dataclasses.asdict(item) for item in items] for name, items in lists.items()}))
+        fields = {
+            "checks": [dataclasses.asdict(check) for check in findings],
+            "facts": [dataclasses.asdict(fact) for fact in facts],
+        }
+        print(json.dumps(fields))
     else:
         print(as_typed(render(findings)), end="")
         print(as_typed(facts_text), end="")

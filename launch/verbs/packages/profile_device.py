@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from neuronpipe.launch.arguments.plan_arguments import parse_backend
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning.package_argument import add_package_argument, open_package
-from neuronpipe.launch.profile.accelerator import accelerator_count, accelerator_options, with_accelerator
+from neuronpipe.launch.profile.accelerator import accelerator_options
+from neuronpipe.launch.profile.device_profile import measure_device_profile
 from neuronpipe.launch.profile.picture import write_picture
-from neuronpipe.launch.profile.steps import steps_count, with_steps
 from neuronpipe.launch.profile.text_report import render, warnings
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
 from neuronpipe.plans.measure.cached_profile import cache_profile
-from neuronpipe.plans.measure.device_measurement import measure_flash, measure_profile
+from neuronpipe.plans.measure.device_measurement import measure_flash
 from neuronpipe.plans.measure.probe import profile_path, this_device
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.plan.document import ACCELERATOR
@@ -99,7 +98,7 @@ def _measure(directory: Path, backend: str | None, *, flash_alone: bool, plain: 
         if before is not None:
             profile = measure_flash(before, directory, progress=progress)
         else:
-            profile = _with_steps(device, options, lambda step: measure_profile(directory, progress=step), progress)
+            profile = measure_device_profile(directory, device, options, progress)
     if (reason := cache_profile(path, profile)) is not None:
         print(f"neuronpipe: the earlier profile stays, because {reason}", file=sys.stderr)
     return profile
@@ -114,31 +113,4 @@ def _stored_profile(path: Path, device: Device) -> DeviceProfile:
         raise UserError(
             f"--flash: there is no stored profile with the other figures ({error}); leave --flash out once"
         ) from None
-    return profile
-
-
-def _with_steps(
-    device: Device,
-    options: str | None,
-    measure: Callable[[Callable[[int, int], None]], DeviceProfile],
-    progress: Callable[[int, int], None],
-) -> DeviceProfile:
-    """Measure the profile, then an accelerator and the steps of a run; report the progress of all together."""
-    steps = steps_count(device, accelerator=options is not None) + accelerator_count(options)
-    done_steps, total = 0, 1
-
-    def report_profile(profile_done: int, profile_total: int) -> None:
-        nonlocal done_steps, total
-        done_steps, total = profile_done, profile_total + steps
-        progress(done_steps, total)
-
-    def report_step() -> None:
-        nonlocal done_steps
-        done_steps += 1
-        progress(done_steps, total)
-
-    profile = measure(report_profile)
-    profile = with_accelerator(profile, options, report_step)
-    profile = with_steps(profile, device, report_step)
-    progress(total, total)
     return profile

@@ -18,6 +18,7 @@ from typing import Any
 
 from neuronpipe.launch.client import Client, run_ended, run_facts, show_warm_up
 from neuronpipe.launch.formats import as_typed, show_bytes
+from neuronpipe.launch.verbs.runs.status import IDLE_PROFILE
 from neuronpipe.protocol import process_facts
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
@@ -69,6 +70,7 @@ def _describe_run(directory: RunDirectory, run_file: RunFile) -> dict[str, Any]:
         "max_texts": status.max_sequences,
         "texts_waiting": status.sequences_waiting,
         "warming_up": show_warm_up(warm_up) if warm_up is not None and not warm_up.done else "",
+        "device_profile": status.device_profile,
         "addresses": [
             address for process in status.processes if process.role == "gateway" for address in _listening(process.pid)
         ],
@@ -165,6 +167,8 @@ def _render_runs(runs: list[dict[str, Any]]) -> Iterator[str]:
         yield f"  {run['texts']} of {run['max_texts']} sequences active{waiting}"
         if run["warming_up"]:
             yield f"  warming up: {run['warming_up']}"
+        if run["device_profile"]:
+            yield f"  device profile: {IDLE_PROFILE[run['device_profile']]}"
         yield from (f"  {address}" for address in run["addresses"])
 
 

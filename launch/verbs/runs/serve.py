@@ -34,6 +34,7 @@ from neuronpipe.launch.serving.host import Host
 from neuronpipe.launch.serving.offers import make_offers, shared_limit_bytes, total_limit_bytes
 from neuronpipe.launch.serving.restarting import Backoff, refuse_for
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
+from neuronpipe.plans.measure.probe import has_device_profile
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.memory_budget import templates_bytes
@@ -89,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory of a live run to serve, or of a new run (default: a new run)",
     )
+    planning.add_idle_profile_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object when requests are served")
 
 
@@ -98,6 +100,7 @@ class ServeOptions:
 
     run: --run
     is_demo: whether no package was named
+    measures_idle: whether the device may be measured while a run is idle
     """
 
     host: str
@@ -109,6 +112,7 @@ class ServeOptions:
     uses: tuple[str, ...]
     plan: PlanOptions
     is_demo: bool
+    measures_idle: bool = True
 
     def listen(self) -> Listener:
         return bind(self.host, self.port, self.key, checked_origins(self.origins))
@@ -127,6 +131,7 @@ def main(arguments: argparse.Namespace) -> int:
         uses=tuple(arguments.use),
         plan=planning.plan_options(arguments),
         is_demo=paths[0] is DEMO,
+        measures_idle=not arguments.no_idle_profile,
     )
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the way to end it
         if len(paths) > 1 or arguments.keep_alive is not None:
@@ -182,9 +187,12 @@ def _serve_run(
 
     Raises UserError if another run would end in the same way, and if the first one never served.
     """
+    measures = options.measures_idle and not has_device_profile(package.path)
     with (
         contextlib.ExitStack() as after_run,
-        started_run(package, plan, options.run, stays=False, uses=uses, listener=listener) as live,
+        started_run(
+            package, plan, options.run, stays=False, uses=uses, listener=listener, measures_idle=measures
+        ) as live,
     ):
         try:
             reason = _wait_until_ready(live, listener, plain=options.as_json)

@@ -13,12 +13,20 @@ from typing import Any
 from neuronpipe.launch.client import attach, run_facts, show_warm_up
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.launch.progress import Elapsed
+from neuronpipe.launch.supervisor.idle_profile import LOG
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.messages.client import Status
+from neuronpipe.protocol.messages.client import ProfileState, Status
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.runtime.miss_counts import is_far_above
 
 SEGMENTS = ("fixed", "kv", "slots")
+IDLE_PROFILE: dict[ProfileState, str] = {
+    "waiting": "will be measured when no request has come for a while",
+    "measuring": "is being measured; a request stops it at once",
+    "measured": "was measured while the run was idle; the next start plans with it",
+    "failed": f"could not be measured while the run was idle, see {LOG}; `neuronpipe profile device` measures it",
+}
+"""What `status` and `ps` say of the profile that the run measures by itself."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +81,7 @@ def render(facts: dict[str, Any], status: Status) -> str:
         f"{status.steps} steps, {status.tokens} tokens, {show_bytes(status.flash_bytes)} read from flash",
         *([f"warming up: {show_warm_up(status.warm_up)}"] if status.warm_up and not status.warm_up.done else []),
         *([f"misses {misses}"] if (misses := show_misses(status)) else []),
+        *([f"device profile: {IDLE_PROFILE[status.device_profile]}"] if status.device_profile else []),
         *([f"throttled: pauses for {status.throttle_share:.0%} of the time"] if status.throttle_share else []),
         "",
         f"{'process':<16}{'pid':>8}{'core':>6}  {'state':<10}{'step':>8}{'restarts':>10}  numerics, work",

@@ -16,6 +16,7 @@ from neuronpipe.launch.planning.implementations import add_use_argument, impleme
 from neuronpipe.launch.planning.package_argument import add_package_argument
 from neuronpipe.launch.planning.plan import package_and_plan
 from neuronpipe.launch.supervisor.start import started_run
+from neuronpipe.plans.measure.probe import has_device_profile
 from neuronpipe.protocol.links import CONTROL
 
 COMMON_OPTIONS = ("package", *planning.COMMON, "sequences", "run", "warm", "json")
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_use_argument(parser)
     parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: a new one)")
     parser.add_argument("--warm", action="store_true", help="return when memory is warm, not when requests are served")
+    planning.add_idle_profile_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -37,8 +39,9 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.package, options, plain=arguments.json, several=True, report=measurements.append
     )
     uses = implementations(arguments.use, plan)
+    measures = not arguments.no_idle_profile and not has_device_profile(package.path)
     with (
-        started_run(package, plan, arguments.run, stays=True, uses=uses) as live,
+        started_run(package, plan, arguments.run, stays=True, uses=uses, measures_idle=measures) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         await_ready(client, plain=arguments.json)
