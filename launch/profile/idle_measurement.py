@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from neuronpipe.launch.formats import show_bytes
 from neuronpipe.launch.profile.accelerator import accelerator_options
 from neuronpipe.launch.profile.device_profile import measure_device_profile
 from neuronpipe.native import lib
@@ -49,19 +50,25 @@ def measure_if_due(directory: Path, measure: Measure = measure_device_profile) -
     path = profile_path(device, directory)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock(path.parent / LOCK) as is_locked:
-        if not is_locked or device.memory_available_bytes < MIN_AVAILABLE_BYTES:
-            return LATER
         if has_device_profile(directory):
             return DONE
+        if not is_locked:
+            return _later("another run measures it")
+        if device.memory_available_bytes < MIN_AVAILABLE_BYTES:
+            return _later(f"less than {show_bytes(MIN_AVAILABLE_BYTES)} of memory is available")
         if not is_quiet():
-            return LATER
+            return _later("other programs use the machine")
         profile = measure(directory, device, accelerator_options(None))
         if (reason := doubt(profile)) is not None:
-            print(f"the device profile is not kept: {reason}", file=sys.stderr)
-            return LATER
+            return _later(reason)
         if (reason := cache_profile(path, profile)) is not None:
             raise UserError(reason)
     return DONE
+
+
+def _later(reason: str) -> int:
+    print(f"the device profile is measured later: {reason}", file=sys.stderr)
+    return LATER
 
 
 def lower_priority() -> None:
