@@ -65,7 +65,7 @@ def served(shell: Shell, *options: str | Path, notices: bool = False) -> Iterato
     notices: it may say something on the way, such as that flash was measured again, which is then shown; in tests, with
         their made-up device, it may not
     """
-    process = shell.start("serve", "--port", "0", "--json", *options)
+    process = shell.start("serve", "--port", "0", "--no-idle-profile", "--json", *options)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -109,7 +109,7 @@ class Shell:
     @contextlib.contextmanager
     def up(self, package: Path, *words: str | Path, **options: Any) -> Iterator[Run]:
         """A run that stays while the context does."""
-        run = Run(self, Path(self.json("up", package, *words, **options)["run"]))
+        run = Run(self, Path(self.json("up", package, "--no-idle-profile", *words, **options)["run"]))
         try:
             yield run
         finally:

@@ -37,11 +37,12 @@ def test_ps_shows_every_live_run_also_one_that_does_not_answer(shell: Shell) -> 
 def test_a_person_sees_a_paragraph_for_each_run() -> None:
     facts = {"run": "/run/r", "model": "m", "mode": "exact", "answers": True, "ready": True, "uptime_s": 3.0}
     facts |= {"memory_bytes": 1 << 30, "memory_limit_bytes": 2 << 30, "texts": 4, "max_texts": 4, "texts_waiting": 2}
-    facts |= {"warming_up": "43 %", "addresses": ["http://127.0.0.1:8080"]}
+    facts |= {"warming_up": "43 %", "device_profile": "measuring", "addresses": ["http://127.0.0.1:8080"]}
     shown = render([facts], [])
     assert shown.splitlines() == [
         "/run/r", "  m, exact mode", "  up 3 s", "  1.00 GiB of 2.00 GiB", "  4 of 4 sequences active, 2 waiting",
-        "  warming up: 43 %", "  http://127.0.0.1:8080",
+        "  warming up: 43 %", "  device profile: is being measured; a request stops it at once",
+        "  http://127.0.0.1:8080",
     ]  # fmt: skip
     assert "neuronpipe up" in render([], [])
 
