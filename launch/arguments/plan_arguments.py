@@ -168,8 +168,8 @@ def add_idle_profile_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-idle-profile",
         action="store_true",
-        help="do not measure this device by itself while no request has come for a minute; what is measured makes the "
-        "next plan surer, and a request stops it at once",
+        help="never measure this device while no request has come for a minute (default: once, for the next plan, if 2 "
+        "GiB of memory are available; it takes up to 1 GiB beyond --memory, and a request stops it at once)",
     )
 
 

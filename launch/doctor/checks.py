@@ -186,7 +186,7 @@ def _cores(device: Device) -> Check:
     )
     summary = f"{kinds}; {len(allowed)} of {len(device.cores)} allowed, {device.architecture}"
     if (physical := physical_cores(device.cores)) < len(allowed):
-        summary += f"; {physical} physical cores, whose siblings share kernels' units"
+        summary += f"; siblings (SMT) share {physical} physical cores"
     if device.cpu_quota is not None and device.cpu_quota < len(allowed):
         advice = "the control group's CPU quota stops all workers at times; raise it for even speed"
         return Check(name="cores", state="warn", found=f"{summary}, quota {device.cpu_quota:g} cores", advice=advice)

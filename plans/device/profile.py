@@ -344,9 +344,8 @@ class DeviceProfile:
             for read in flash.reads
             if read.core is None and not read.sequential and read.range_bytes == flash.file_bytes
         )
-        return FlashCurve(
-            engine=flash.engine, direct=flash.direct, points=tuple(points), spread=self.spread, busy=self.busy
-        )
+        spread = statistics.median(read.bytes_per_s.spread for read in flash.reads)
+        return FlashCurve(engine=flash.engine, direct=flash.direct, points=tuple(points), spread=spread, busy=self.busy)
 
     def memory_speed(self) -> MemorySpeed | None:
         """Return the memory figures of one worker and of all; None if memory was not measured."""

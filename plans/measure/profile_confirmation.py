@@ -39,13 +39,20 @@ def ratio_of(later: DeviceProfile, profile: DeviceProfile) -> float | None:
 
 
 def faster_curve(curve: FlashCurve | None, later: FlashCurve | None) -> FlashCurve | None:
-    """Return the later curve if it is clearly faster than `curve`, else `curve`. If only one exists, return that."""
+    """Return the later curve if it is clearly faster than `curve`, else `curve`. If only one exists, return that.
+
+    The spread of the result is at least the distance between both, since some disks change within minutes.
+    """
     if curve is None or later is None:
         return curve or later
     profile_speeds = {(point.request_bytes, point.depth): point.bytes_per_s for point in curve.points}
     pairs = [(point, profile_speeds.get((point.request_bytes, point.depth))) for point in later.points]
     ratios = [point.bytes_per_s / speed for point, speed in pairs if speed is not None]
-    return later if ratios and statistics.median(ratios) >= CLEARLY else curve
+    if not ratios:
+        return curve
+    ratio = statistics.median(ratios)
+    chosen = later if ratio >= CLEARLY else curve
+    return dataclasses.replace(chosen, spread=max(chosen.spread, max(ratio, 1 / ratio) - 1))
 
 
 def _merged(points: tuple[Any, ...], later: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.device.storage import Storage
 from neuronpipe.plans.measure import probe
 from neuronpipe.plans.measure.cached_profile import cache_profile, usable_profile
+from neuronpipe.plans.measure.profile_confirmation import faster_curve
 from neuronpipe.plans.planner.device_facts import device_facts
 
 from tests.unit.test_device_profile import DAY_S, GIB, KIB, changed, figure, profile
@@ -257,6 +258,22 @@ def test_figures_of_a_quiet_start_replace_slower_ones_of_a_profile(
     again = probe.probe(package).profile
     assert again is not None
     assert again.dram == used.dram
+
+
+@pytest.mark.parametrize(("speed", "spread", "is_later"), [(0.5, 1.0, False), (1.05, 0.05, False), (2.0, 1.0, True)])
+def test_a_disk_that_has_changed_since_is_as_uncertain_as_it_changed(
+    speed: float, spread: float, is_later: bool
+) -> None:
+    curve = profile().flash_curve()
+    assert curve is not None
+    assert curve.spread == 0.01  # of flash alone
+    points = (dataclasses.replace(point, bytes_per_s=speed * point.bytes_per_s) for point in curve.points)
+    later = dataclasses.replace(curve, points=tuple(points))
+    chosen = faster_curve(curve, later)
+    assert chosen is not None
+    assert chosen.points == (later if is_later else curve).points
+    assert chosen.spread == pytest.approx(spread)
+    assert faster_curve(curve, None) == faster_curve(None, curve) == curve
 
 
 @pytest.mark.parametrize(("speed", "quiet"), [(0.5, True), (1.1, True), (2.0, False)])
