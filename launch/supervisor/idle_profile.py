@@ -135,7 +135,7 @@ class IdleProfile:
 class MeasuringProcess:
     """The process that measures for one package, with a folder of its own for temporary files.
 
-    folder: of the run; gets the log
+    folder: the run directory, in which the log is written
     """
 
     def __init__(self, package: Path, folder: Path) -> None:
@@ -174,7 +174,7 @@ class MeasuringProcess:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the temporary files."""
+        """Remove the temporary files of the last process."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
@@ -182,7 +182,7 @@ class MeasuringProcess:
 
 def _descendants(pid: int) -> list[int]:
     """Return the ids of all descendants of a process, parents before their children."""
-    known, generation = list[int](), [pid]
+    descendants, generation = list[int](), [pid]
     while generation := helpers_of(generation):
-        known += generation
-    return known
+        descendants += generation
+    return descendants
