@@ -88,6 +88,10 @@ def test_filters_and_functions_are_those_of_transformers(text: str, expected: st
     assert template(text).render(TALK) == expected
 
 
+def test_what_is_set_in_a_generation_block_ends_with_it_as_in_transformers() -> None:
+    assert template("{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}").render(TALK) == "1"
+
+
 def test_templates_find_the_date() -> None:
     assert template("{{ strftime_now('%Y') }}").render(TALK) == time.strftime("%Y")
 

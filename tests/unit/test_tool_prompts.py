@@ -181,6 +181,22 @@ def test_a_begun_answer_is_continued_where_it_was() -> None:
     assert made.answer.begins == "content"
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}", "[user] Rain?[assistant] Well, it "),
+        (PLAIN.replace("{{ m.content }}", "{{ m.content | trim }}"), "<user>Rain?</user><assistant>Well, it"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}> ", "Rain?> Well, it "),
+    ],
+    ids=["a blank before answers", "trimmed", "no answers"],
+)
+def test_a_begun_answer_stands_where_the_template_writes_answers(template: str, expected: str) -> None:
+    """As in transformers; a template that leaves answers out gets the answer at the end of its prompt."""
+    begun = {"role": "assistant", "content": "Well, it "}
+    made = prompt(template, [USER, begun], continue_final_message=True)
+    assert made.text == expected
+
+
 def test_the_grammar_of_calls_admits_reasoning_unless_it_is_turned_off() -> None:
     made = prompt(THINKS, [USER], tools=TOOLS)
     assert made.calls is not None

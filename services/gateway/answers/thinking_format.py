@@ -56,6 +56,10 @@ class ThinkingFormat:
         befores = (self.open_tag, *self.prefaces) if begins in ("start", "reasoning") else ()
         return tuple(Thought(before=before, after=self.close_tag) for before in befores)
 
+    def has_begun(self, prompt: str, reasoning: str) -> bool:
+        """Return True if a prompt ends with this reasoning, behind the text that opens reasoning."""
+        return prompt.rstrip().removesuffix(reasoning.strip()).rstrip().endswith(self.open_tag)
+
     def beginning(
         self, prompt: str, *, reasoning: str = "", content: str | None = None, thinks: bool = True, calls: bool = False
     ) -> tuple[str, Begin]:

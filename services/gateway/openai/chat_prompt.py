@@ -24,7 +24,7 @@ from neuronpipe.services.gateway.answers.thinking_format import Begin, ThinkingF
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.openai.request_schema import ChatRequest
 from neuronpipe.services.gateway.templates.call_format import ONE_CALL, CallFormat
-from neuronpipe.services.gateway.templates.messages import as_texts
+from neuronpipe.services.gateway.templates.messages import ChatTurn, as_texts
 from neuronpipe.services.gateway.templates.template_jobs import (
     PromptJob,
     Refused,
@@ -88,6 +88,7 @@ class PromptWriter:
                 marked=request.constraint is not None,
                 settings=request.template_variables(may_think=thinks),
                 begins_answer=request.continue_final_message or request.add_generation_prompt is not False,
+                begun=None if begun is None else ChatTurn("assistant", begun.text, reasoning=begun.thought),
                 form=self._call_format,
             )
             written = WrittenPrompt.decoded(await self.templates.run(self._package.manifest.name, job.encoded()))
@@ -100,8 +101,10 @@ class PromptWriter:
             raise ApiError(500, "chat_template_failed", message, kind="server_error") from None
         self._call_format = written.form or self._call_format
         begins: Begin = "start"
-        text = "" if begun is None else begun.text
-        if thinking is not None and job.begins_answer:
+        text = "" if begun is None or written.continues else begun.text
+        if begun is not None and written.continues:
+            begins = "content" if begun.text or thinking is None or not begun.thought else "reasoning"
+        elif thinking is not None and job.begins_answer:
             reasoning, content = ("", None) if begun is None else (begun.thought, begun.text)
             text, begins = thinking.beginning(
                 written.text, reasoning=reasoning, content=content, thinks=thinks, calls=offer is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any, NoReturn
@@ -25,13 +25,20 @@ COMPILED_NAME = "<template>"  # Jinja's file name for a template that is not a f
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which marks the assistant's text for training. A prompt contains just its body."""
+    """The tag `{% generation %}`, which marks the assistant's text for training. A prompt contains just its body.
+
+    As in transformers the body is a scope: variables that are set in it do not exist after it.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 class Template:

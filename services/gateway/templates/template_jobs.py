@@ -44,6 +44,7 @@ class PromptJob:
     marked: True if calls must be distinguishable from text that is JSON as well
     settings: variables of the template's own
     begins_answer: True if the prompt ends with the beginning of the assistant's turn
+    begun: the beginning of an answer, after which the prompt ends; None if there is none
     form: the call format, once a result has returned it; None: detect it
     """
 
@@ -53,6 +54,7 @@ class PromptJob:
     marked: bool = False
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     begins_answer: bool = True
+    begun: ChatTurn | None = None
     form: CallFormat | None = None
 
     def encoded(self) -> bytes:
@@ -66,18 +68,21 @@ class WrittenPrompt(NamedTuple):
 
     calls: the call format of the completion
     form: the call format of the template, to be passed with later jobs; None if the job did not need it
+    continues: True if the text ends with the beginning of an answer, as the template writes it; False also if the
+        template does not write it
     """
 
     text: str
     calls: CallFormat
     form: CallFormat | None
+    continues: bool = False
 
     @classmethod
     def decoded(cls, answer: bytes) -> WrittenPrompt:
         """Decode the helper's result. Raises Refused, TemplateError."""
         fields = _result(answer)
         form = None if fields["form"] is None else CallFormat(**fields["form"])
-        return cls(fields["text"], CallFormat(**fields["calls"]), form)
+        return cls(fields["text"], CallFormat(**fields["calls"]), form, fields["continues"])
 
 
 @frozen(kw_only=True)
@@ -113,7 +118,8 @@ def encode_result(result: WrittenPrompt | TemplateReport) -> bytes:
     if isinstance(result, TemplateReport):
         return _json({"result": dataclasses.asdict(result)})
     form = None if result.form is None else dataclasses.asdict(result.form)
-    return _json({"result": {"text": result.text, "calls": dataclasses.asdict(result.calls), "form": form}})
+    fields = {**result._asdict(), "calls": dataclasses.asdict(result.calls), "form": form}
+    return _json({"result": fields})
 
 
 def encode_error(error: Refused | TemplateError) -> bytes:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from neuronpipe.services.gateway.answers.thinking_format import thinking_format
 from neuronpipe.services.gateway.templates.call_format import DEFAULT, CallFormat, Message
 from neuronpipe.services.gateway.templates.format_probe import probe_format
 from neuronpipe.services.gateway.templates.messages import ChatTurn, as_messages, as_texts, shows_function
@@ -25,6 +26,7 @@ from neuronpipe.services.gateway.templates.template_jobs import (
 
 MAX_COMPILED = 4  # templates of other packages are compiled again
 _ANSWER = "qzx answer"
+_HERE = "qzxContinuesHere "  # ends with a blank, so that its absence shows that the template removes white space
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
@@ -65,6 +67,7 @@ def _prompt_job(fields: dict[str, Any]) -> PromptJob:
         marked=fields["marked"],
         settings=fields["settings"],
         begins_answer=fields["begins_answer"],
+        begun=None if fields["begun"] is None else ChatTurn(*fields["begun"]),
         form=None if fields["form"] is None else CallFormat(**fields["form"]),
     )
 
@@ -75,16 +78,43 @@ def write(template: Template, job: PromptJob) -> WrittenPrompt:
     if job.tools is not None or any(turn.calls or turn.role == "tool" for turn in job.turns):
         template_format = template_format or probe_format(template).form
         calls = DEFAULT if job.marked and not template_format.marker else template_format
-    configured = template.with_settings(job.settings, begins_answer=job.begins_answer)
+    if job.begun is not None:
+        text = _continued(template.with_settings(job.settings, begins_answer=False), calls, job, job.begun)
+        if text is not None:
+            return WrittenPrompt(text, calls, template_format, continues=True)
+    text = _conversation(template.with_settings(job.settings, begins_answer=job.begins_answer), calls, job)
+    return WrittenPrompt(text, calls, template_format)
+
+
+def _continued(template: Template, form: CallFormat, job: PromptJob, begun: ChatTurn) -> str | None:
+    """Write a conversation up to the end of an answer that has begun, as transformers does with
+    `continue_final_message`; return None if the template does not write that answer.
+
+    A template may write text before an answer that differs from the text that begins one, such as a blank, and may
+    remove white space at its end. Therefore the prompt is what precedes a word that is appended to the answer.
+    """
+    thinking = thinking_format(template.source) if begun.reasoning and not begun.text else None
+    field = "text" if thinking is None else "reasoning"
+    marked = begun._replace(**{field: getattr(begun, field) + _HERE})
     try:
-        text = _text(configured, calls, job)
+        text = _conversation(template, form, dataclasses.replace(job, turns=[*job.turns, marked]))
+    except (Refused, TemplateError):
+        return None
+    before, here, after = text.rpartition(_HERE.strip())
+    if not here or (thinking is not None and not thinking.has_begun(before, begun.reasoning)):
+        return None
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _conversation(template: Template, form: CallFormat, job: PromptJob) -> str:
+    try:
+        return _text(template, form, job)
     except Refused:
         # gpt-oss's template refuses a call with both text and reasoning, though the model writes both.
         turns = [turn._replace(reasoning="") if turn.calls and turn.text else turn for turn in job.turns]
         if turns == job.turns:
             raise
-        text = _text(configured, calls, dataclasses.replace(job, turns=turns))
-    return WrittenPrompt(text, calls, template_format)
+        return _text(template, form, dataclasses.replace(job, turns=turns))
 
 
 def _text(template: Template, form: CallFormat, job: PromptJob) -> str:
