@@ -69,8 +69,8 @@ class Calls(Message):
 
     functions: those that may be called
     before: the string before the name of the first function
-    between: the string between a name and the arguments. The arguments are a JSON object with a space after each comma
-        and colon
+    between: the string between a name and the arguments; it may be empty with `parameter_before`. The arguments are a
+        JSON object with a space after each comma and colon
     next: the string between the arguments and the next name
     after: the string after the last arguments
     marker: the beginning of `before`: where it first occurs, text ends and calls begin. Empty: the calls are the whole
@@ -103,7 +103,7 @@ class Calls(Message):
     parameter_after: str = ""
 
     def __post_init__(self) -> None:
-        if not self.functions or not self.before or not self.between:
+        if not self.functions or not self.before or not (self.between or self.parameter_before):
             raise ValueError("functions, before, between: expected at least one function, and texts")
         if not self.before.startswith(self.marker):
             raise ValueError("marker: expected the beginning of before")

@@ -232,6 +232,17 @@ def test_other_arguments_are_allowed_where_the_schema_allows_them(said) -> None:
     assert said(numbers, written(("any", "x"))) == "wrong"
 
 
+def test_arguments_may_follow_a_name_without_text_between(said) -> None:  # type: ignore[no-untyped-def]
+    """As GLM-4.7 writes them, also where one name is the beginning of another."""
+    texts = {"before": "<tool_call>", "between": "", "next": "</tool_call><tool_call>", "after": "</tool_call>"}
+    texts |= {"marker": "<tool_call>", "parameter_before": "<key>", "parameter_after": "</value>"}
+    calls = Calls(functions=FUNCTIONS, most=3, parameter_between="</key><value>", **texts)
+    rome = "<tool_call>weather<key>city</key><value>Rome</value></tool_call>"
+    assert said(calls, rome) == said(calls, "<tool_call>weather_now</tool_call>") == "whole"
+    assert said(calls, f"{rome}<tool_call>weather_now</tool_call>{rome}") == "over"
+    assert said(calls, "<tool_call>weather_no<key>") == said(calls, "<tool_call>weather</tool_call>") == "wrong"
+
+
 def test_a_strict_function_whose_strings_cannot_be_followed_one_by_one_is_refused(grammars: Grammars) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}}
     with pytest.raises(GrammarError, match="'weather': maxLength of a string cannot be followed"):

@@ -107,12 +107,9 @@ class _CallGrammar:
 
     def _function(self, number: int, function: Function) -> Iterator[str]:
         # A name and the text after it are one terminal, since a name may be a prefix of another.
-        first, *tail = atoms(self._calls.between, self._special)
-        name = function.name
-        if first.token is None and first.text[0] != WILD:
-            name += first.text
-        else:
-            tail = [first, *tail]
+        tail, name = atoms(self._calls.between, self._special), function.name
+        if tail and tail[0].token is None and tail[0].text[0] != WILD:
+            name += tail.pop(0).text
         begin = " ".join([_quoted(name), *(atom.lark for atom in tail)])
         schema = schema_of(function)
         if not self._calls.parameter_before:

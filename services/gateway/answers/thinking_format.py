@@ -6,6 +6,7 @@ one, or to have no reasoning in it.
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from neuronpipe.protocol.frozen import frozen
@@ -55,6 +56,11 @@ class ThinkingFormat:
         """Return what may come before the answer, for the message `Calls`."""
         befores = (self.open_tag, *self.prefaces) if begins in ("start", "reasoning") else ()
         return tuple(Thought(before=before, after=self.close_tag) for before in befores)
+
+    @property
+    def empty_pattern(self) -> str:
+        """A regular expression of reasoning without content, with the white space around it."""
+        return rf"\s*{re.escape(self.open_tag)}\s*{re.escape(self.close_tag)}\s*"
 
     def has_begun(self, prompt: str, reasoning: str) -> bool:
         """Return True if a prompt ends with this reasoning, behind the text that opens reasoning."""
@@ -110,7 +116,19 @@ THINKING_FORMATS = (
     HARMONY,  # gpt-oss
     _tags("think"),  # Qwen3, DeepSeek-R1, GLM-4.5, SmolLM3, Nemotron, Kimi K2, MiniMax M2
     _tags("seed:think"),  # Seed-OSS
-    _tags("THINK", "[{}]", "[/{}]"),  # Magistral
+    _tags("THINK", "[{}]", "[/{}]"),  # Magistral, Ministral 3
+    ThinkingFormat(  # Command A, Command R7B
+        open="<|START_THINKING|>",
+        close="<|END_THINKING|>",
+        tokens=("<|START_THINKING|>", "<|END_THINKING|>"),
+        template_has=("<|START_THINKING|>", "<|END_THINKING|>"),
+    ),
+    ThinkingFormat(  # Gemma 4
+        open="<|channel>thought\n",
+        close="\n<channel|>",
+        tokens=("<|channel>", "<channel|>"),
+        template_has=("<|channel>thought", "<channel|>"),
+    ),
 )
 
 

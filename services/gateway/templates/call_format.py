@@ -34,6 +34,7 @@ class CallFormat:
     objects: True if the template takes arguments as objects; otherwise as JSON strings
     empty: the content that the template takes for a message that consists of calls
     own_ids: True if the template writes the ids of calls, and accepts only ids of nine letters and digits
+    as_text: True if the template writes tools and results, but takes calls as part of the content
     """
 
     before: str
@@ -48,6 +49,7 @@ class CallFormat:
     parameter_before: str = ""
     parameter_between: str = ""
     parameter_after: str = ""
+    as_text: bool = False
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return calls as text.
@@ -62,6 +64,10 @@ class CallFormat:
 
         calls: ids, names and arguments
         """
+        if self.as_text:
+            written = self.written([(name, arguments) for _, name, arguments in calls])
+            content = f"{content}\n{written}" if content else written
+            return {"role": "assistant", "content": content, **reasoning_fields(reasoning)}
         return {
             "role": "assistant",
             "content": content or self.empty,
@@ -90,6 +96,29 @@ DEFAULT = CallFormat(
     after="}\n</tool_call>",
     marker="<tool_call>",
 )
+
+TEXT_FORMATS: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
+    # Granite 3, whose calls are a list
+    (
+        ("<|tool_call|>", "JSON list"),
+        CallFormat(
+            before='<|tool_call|>[{"name": "',
+            between='", "arguments": ',
+            next='}, {"name": "',
+            after="}]",
+            marker="<|tool_call|>",
+            by_template=True,
+            as_text=True,
+        ),
+    ),
+    # SmolLM3, Hermes, Falcon-H1
+    (
+        ("<tool_call>", "</tool_call>", "name", "arguments"),
+        dataclasses.replace(DEFAULT, by_template=True, as_text=True),
+    ),
+)
+"""Formats of calls that a template asks for in its description of tools, but does not write itself: strings of that
+description, and the format."""
 
 ONE_CALL = dataclasses.replace(DEFAULT, next="")
 """For base models, which do not know when to stop calling."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from neuronpipe.services.gateway.answers.thinking_format import thinking_format
-from neuronpipe.services.gateway.templates.call_format import DEFAULT, NAME_CHARACTERS, WILD, CallFormat, Message
+from neuronpipe.services.gateway.templates.call_format import DEFAULT, TEXT_FORMATS, WILD, CallFormat, Message
+from neuronpipe.services.gateway.templates.call_texts import around_calls, call_texts
 from neuronpipe.services.gateway.templates.parameter_probe import ARGUMENTS as PARAMETERS
 from neuronpipe.services.gateway.templates.parameter_probe import ParameterText
 from neuronpipe.services.gateway.templates.sandbox import Template
@@ -26,7 +26,6 @@ MIN_MARKER_CHARACTERS = 4  # shorter markers occur in ordinary text
 NO_TOOLS = "it does not write tools"
 UNKNOWN_FORM = "its calls have no known format"
 
-_END = re.compile(r"<\|[^<>|]+\|>\s*\Z")
 _TAG = re.compile(r"<[^<>{}\s]+>|\[[A-Z_]+\]")
 _NAMES = ("qzx_first", "qzx_second", "qzx_third")
 _IDS = ("qzxid0001", "qzxid0002", "qzxid0003")
@@ -66,7 +65,10 @@ def probe_format(template: Template) -> Probe:
             continue
         if form is not None:
             return Probe(form)
-    return _default_because(errors[0]) if len(errors) == len(input_forms) else Probe(DEFAULT, UNKNOWN_FORM)
+    if len(errors) == len(input_forms):
+        return _default_because(errors[0])
+    form = _text_format(template)
+    return Probe(DEFAULT, UNKNOWN_FORM) if form is None else Probe(form)
 
 
 def _default_because(error: Refused | TemplateError) -> Probe:
@@ -89,96 +91,64 @@ def _format_from(template: Template, input_form: CallFormat) -> CallFormat | Non
 
 def _json_format(template: Template, input_form: CallFormat) -> CallFormat | None:
     """Return the format of calls whose arguments are a JSON object; None if they are not."""
-    calls = _CallTexts(template, input_form, _ARGUMENTS)
-    arguments = _WRITTEN.search(calls.one)
-    name_at = calls.one.find(_NAMES[0])
-    if name_at < 0 or arguments is None or arguments.start() < name_at:
-        return None
-    form = calls.form(calls.one[name_at + len(_NAMES[0]) : arguments.start()], calls.one[arguments.end() :])
-    if form is None or "{" in form.between:
-        return None
-    form = dataclasses.replace(form, next=calls.next(arguments.end()))
-    return calls.checked(form, lambda form, count: form.written([(name, arguments[0]) for name in _NAMES[:count]]))
+    texts = _call_texts(template, input_form, _ARGUMENTS)
+    arguments = _WRITTEN.search(texts[0])
+    form = None if arguments is None else _form(texts, input_form, arguments[0])
+    return None if form is None or not form.between or "{" in form.between else form
 
 
 def _parameter_format(template: Template, input_form: CallFormat) -> CallFormat | None:
     """Return the format of calls whose arguments are written one by one; None if they are not."""
-    calls = _CallTexts(template, input_form, PARAMETERS)
-    name_at = calls.one.find(_NAMES[0])
-    parameters = None if name_at < 0 else ParameterText.of(calls.one[name_at + len(_NAMES[0]) :])
-    form = None if parameters is None else calls.form(parameters.between, parameters.after)
+    texts = _call_texts(template, input_form, PARAMETERS)
+    parameters = ParameterText.of(texts[0].partition(_NAMES[0])[2])
+    form = None if parameters is None else _form(texts, input_form, parameters.written())
     if parameters is None or form is None:
         return None
-    form = dataclasses.replace(
+    return dataclasses.replace(
         form,
-        next=calls.next(len(calls.one) - len(parameters.after)),
         parameter_before=parameters.parameter_before,
         parameter_between=parameters.parameter_between,
         parameter_after=parameters.parameter_after,
     )
-    written = parameters.written()
-    return calls.checked(form, lambda form, count: form.written([(name, written) for name in _NAMES[:count]]))
 
 
-class _CallTexts:
-    """The text that a template writes for one, two and three calls, without the text around messages.
+def _form(texts: list[str], input_form: CallFormat, arguments: str) -> CallFormat | None:
+    """Return the format of calls with these arguments; None if the texts of one, two and three calls have none."""
+    around = around_calls([_without_ids(text) for text in texts], _NAMES, arguments)
+    if around is None or not around.before:
+        return None
+    tag = _TAG.match(around.before)
+    marker = tag[0] if tag else "" if around.before[0] in "{[" else around.before.partition(WILD)[0]
+    if 0 < len(marker) < MIN_MARKER_CHARACTERS:
+        return None
+    return dataclasses.replace(input_form, **around._asdict(), marker=marker, own_ids=_IDS[0] in texts[0])
 
-    one: the text of a single call; empty if it cannot be found in the output
-    """
 
-    def __init__(self, template: Template, input_form: CallFormat, arguments: dict[str, Any]) -> None:
-        self._input_form = input_form
-        text_output = _rendered(template, [{"role": "assistant", "content": _TEXT}])
-        one_call = _rendered(template, [_calling(input_form, 1, arguments)])
-        several = (_rendered_if_taken(template, _calling(input_form, count, arguments)) for count in (2, 3))
-        end = text_output.partition(_TEXT)[2]
-        if _END.fullmatch(end) and (call_end := _END.search(one_call)):
-            end = call_end[0]  # calls may end with another end token than text
-        begin = next(
-            (at for at, (a, b) in enumerate(zip(text_output, one_call, strict=False)) if a != b),
-            min(len(text_output), len(one_call)),
-        )
-        is_regular = _TEXT in text_output and one_call.endswith(end)
-        self.one = one_call[begin : len(one_call) - len(end)] if is_regular else ""
-        self._several = [text[begin : len(text) - len(end)] if text.endswith(end) else "" for text in several]
+def _call_texts(template: Template, input_form: CallFormat, arguments: dict[str, Any]) -> list[str]:
+    """Return what a template writes for one, two and three calls, without the text around messages."""
+    thinking = thinking_format(template.source)
+    return call_texts(
+        _rendered(template, [{"role": "assistant", "content": _TEXT}]),
+        _TEXT,
+        [
+            _rendered(template, [_calling(input_form, 1, arguments)]),
+            *(_rendered_if_taken(template, [_calling(input_form, count, arguments)]) for count in (2, 3)),
+        ],
+        "" if thinking is None else thinking.empty_pattern,
+    )
 
-    def form(self, between: str, after: str) -> CallFormat | None:
-        """Return the format with this text after a name and after the arguments; None if it is no format."""
-        before = self.one[: self.one.index(_NAMES[0])].lstrip()
-        if not before or not between or NAME_CHARACTERS.match(between).end():  # type: ignore[union-attr]
-            return None
-        tag = _TAG.match(before)
-        marker = tag[0] if tag else "" if before[0] in "{[" else before
-        if 0 < len(marker) < MIN_MARKER_CHARACTERS:
-            return None
-        return dataclasses.replace(
-            self._input_form,
-            before=_without_ids(before),
-            between=_without_ids(between),
-            after=_without_ids(after),
-            marker=marker,
-            own_ids=_IDS[0] in self.one,
-        )
 
-    def next(self, arguments_end: int) -> str:
-        """Return the text between the arguments of a call and the next name; empty if there is no second call.
-
-        arguments_end: where the arguments of a single call end
-        """
-        two = self._several[0]
-        if not two.startswith(self.one[:arguments_end]) or _NAMES[1] not in two:
-            return ""
-        return _without_ids(two[arguments_end : two.index(_NAMES[1])])
-
-    def checked(self, form: CallFormat, written: Callable[[CallFormat, int], str]) -> CallFormat | None:
-        """Return the format if it writes what the template writes, for one call only if it does not for several.
-
-        written: returns a number of calls as the format writes them
-        """
-        for count, text in zip((2, 3), self._several, strict=True):
-            if _without_ids(text).lstrip() != written(form, count):
-                form = dataclasses.replace(form, next="")
-        return form if _without_ids(self.one).lstrip() == written(form, 1) else None
+def _text_format(template: Template) -> CallFormat | None:
+    """Return the format of calls that are part of a message's text, because the template writes only tools and results;
+    None if it writes calls, or if the format that it asks for is not known."""
+    tools = _rendered(template, [])
+    form = next((form for marks, form in TEXT_FORMATS if all(mark in tools for mark in marks)), None)
+    native_call = _calling(dataclasses.replace(DEFAULT, by_template=True), 1)
+    if form is None or _NAMES[0] in _rendered_if_taken(template, [native_call]):
+        return None
+    result = {"role": "tool", "name": _NAMES[0], "tool_call_id": _IDS[0], "content": _TEXT}
+    text = _rendered_if_taken(template, [_calling(form, 1), result])
+    return form if _NAMES[0] in text and _TEXT in text else None
 
 
 def _calling(input_form: CallFormat, count: int, arguments: dict[str, Any] | None = None) -> Message:
@@ -194,10 +164,10 @@ def _rendered(template: Template, more: list[Message]) -> str:
     return template.render([{"role": "user", "content": "Hi"}, *more], tools=tools, answer=not more)
 
 
-def _rendered_if_taken(template: Template, message: Message) -> str:
-    """Render a question and a message; return an empty string if the template does not accept it."""
+def _rendered_if_taken(template: Template, more: list[Message]) -> str:
+    """Render as `_rendered`; return an empty string if the template does not accept the messages."""
     try:
-        return _rendered(template, [message])
+        return _rendered(template, more)
     except (Refused, TemplateError):
         return ""
 

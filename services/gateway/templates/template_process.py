@@ -26,7 +26,7 @@ from neuronpipe.services.gateway.templates.template_jobs import (
 
 MAX_COMPILED = 4  # templates of other packages are compiled again
 _ANSWER = "qzx answer"
-_HERE = "qzxContinuesHere "  # ends with a blank, so that its absence shows that the template removes white space
+_CURSOR = "qzxContinuesHere "  # ends with a blank, so that its absence shows that the template removes white space
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
@@ -95,13 +95,13 @@ def _continued(template: Template, form: CallFormat, job: PromptJob, begun: Chat
     """
     thinking = thinking_format(template.source) if begun.reasoning and not begun.text else None
     field = "text" if thinking is None else "reasoning"
-    marked = begun._replace(**{field: getattr(begun, field) + _HERE})
+    marked = begun._replace(**{field: getattr(begun, field) + _CURSOR})
     try:
         text = _conversation(template, form, dataclasses.replace(job, turns=[*job.turns, marked]))
     except (Refused, TemplateError):
         return None
-    before, here, after = text.rpartition(_HERE.strip())
-    if not here or (thinking is not None and not thinking.has_begun(before, begun.reasoning)):
+    before, cursor, after = text.rpartition(_CURSOR.strip())
+    if not cursor or (thinking is not None and not thinking.has_begun(before, begun.reasoning)):
         return None
     return before if after.startswith(" ") else before.rstrip()
 
