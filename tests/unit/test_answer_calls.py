@@ -55,6 +55,62 @@ def test_text_and_calls_are_told_apart_however_the_answer_is_cut(size: int, befo
     assert reader.complete
 
 
+NUMBERED = CallFormat(
+    before="<calls>functions.", between=":\0<args>", next="<end>functions.", after="<end></calls>", marker="<calls>"
+)
+ONE_BY_ONE = CallFormat(
+    before="<call>",
+    between="",
+    next="</call><call>",
+    after="</call>",
+    marker="<call>",
+    parameter_before="<key>",
+    parameter_between="</key><value>",
+    parameter_after="</value>",
+)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_number_after_a_name_is_no_part_of_it(size: int) -> None:
+    text = f"<calls>functions.look_up:3<args>{ROME}<end>functions.mcp:now:4<args>{NOW}<end></calls>"
+    reader = CallParser(NUMBERED)
+    parts = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
+    assert joined(parts) == ("", [Call("look_up", ROME), Call("mcp:now", NOW)])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_arguments_may_follow_a_name_at_once(size: int) -> None:
+    text = "<call>look_up<key>of</key><value>a</value></call><call>now</call>"
+    reader = CallParser(ONE_BY_ONE)
+    parts = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
+    assert joined(parts) == ("", [Call("look_up", '{"of": "a"}'), Call("now", "{}")])
+
+
+@pytest.mark.parametrize("endless", [" ", "\n", "x"])
+@pytest.mark.parametrize(
+    ("form", "begun"),
+    [
+        (DEFAULT, "<tool_call>"),
+        (DEFAULT, '<tool_call>{"name": "'),
+        (DEFAULT, '<tool_call>{"name": "f"'),
+        (DEFAULT, '<tool_call>{"name": "f", "arguments": {}'),
+        (ONE_BY_ONE, "<call>f"),
+        (ONE_BY_ONE, "<call>f<"),
+        (ONE_BY_ONE, "<call>f<key>"),
+        (ONE_BY_ONE, "<call>f<key>k</key><value>v</value>"),
+        (NUMBERED, "<calls>functions.f"),
+    ],
+)
+def test_a_completion_that_repeats_one_character_is_not_held_back(form: CallFormat, begun: str, endless: str) -> None:
+    reader = CallParser(form)
+    parts, held = list(reader.push(begun)), 0
+    for _ in range(300):
+        parts += reader.push(endless * 100)
+        held = max(held, len(reader._buffer))
+    assert held <= 2048
+    assert sum(len(part.text) for part in parts if isinstance(part, Content)) in (0, len(begun) + 30000)
+
+
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize("text", ["", "Hello", " a\n\n b <tool_cal", "<<tool_call", "{} \n"])
 def test_an_answer_without_calls_is_its_text_to_the_letter(size: int, text: str) -> None:

@@ -25,6 +25,8 @@ from neuronpipe.services.gateway.answers.parts import (
 from neuronpipe.services.gateway.templates.call_format import NAME_CHARACTERS, WILD, CallFormat
 
 MAX_KEY_CHARACTERS = 1024
+MAX_NAME_CHARACTERS = 1024
+MAX_SPACE_CHARACTERS = 1024  # in one of the texts around names and arguments
 MAX_VALUE_CHARACTERS = 64 << 10  # a value that is no string is converted when it is complete
 _TAG = re.compile(r"\s*<[^<>]*>?")
 
@@ -43,6 +45,9 @@ class CallParser(StateParser):
         super().__init__(self._text if text and calls.marker else self._before)
         self._format, self._schemas = calls, schemas or {}
         self._count, self._function = 0, ""
+        # The text after a name may begin with characters that names have, as a number does.
+        suffix = NAME_CHARACTERS.match(calls.between.replace(WILD, "0"))
+        self._name_suffix = 0 if suffix is None else suffix.end()
         self._object = JsonScan()
         self._key, self._keys = "", 0  # the parameter that is being parsed, and how many the call has
         self._begun = False  # True once a value has begun that is passed on as it arrives
@@ -80,16 +85,22 @@ class CallParser(StateParser):
             name = NAME_CHARACTERS.match(self._buffer, end)
             if name is not None and name.end() < len(self._buffer):
                 self._buffer, self._state = self._buffer[end:], self._name
+            elif len(self._buffer) > end + MAX_NAME_CHARACTERS:
+                self._state = self._only_text
         yield from ()
 
     def _name(self) -> Iterator[Part]:
         self._buffer = self._buffer.lstrip()
-        name = NAME_CHARACTERS.match(self._buffer)
-        if name is not None and name.end() < len(self._buffer):
-            yield CallStart(self._count, name[0])
-            self._count, self.complete = self._count + 1, False
-            self._function, self._keys, self._object = name[0], 0, JsonScan()
-            self._buffer, self._state = self._buffer[name.end() :], self._between
+        run = NAME_CHARACTERS.match(self._buffer)
+        if run is None or run.end() == len(self._buffer):
+            if len(self._buffer) > MAX_NAME_CHARACTERS:
+                self._state = self._ignore_rest
+            return
+        end = max(0, run.end() - self._name_suffix)
+        yield CallStart(self._count, self._buffer[:end])
+        self._count, self.complete = self._count + 1, False
+        self._function, self._keys, self._object = self._buffer[:end], 0, JsonScan()
+        self._buffer, self._state = self._buffer[end:], self._between
 
     def _between(self) -> Iterator[Part]:
         self._skip(self._format.between, self._parameter if self._format.parameter_before else self._arguments)
@@ -189,7 +200,7 @@ def _margin(text: str) -> str:
 
 def _match_ignoring_space(expected: str, text: str) -> int | None:
     """Return the length of the text that matches `expected`, ignoring white space; 0 while the match is incomplete,
-    None if the text differs."""
+    None if the text differs or has too much white space."""
     missing = [character for character in expected if not character.isspace()]
     for at, character in enumerate(text):
         if character.isspace():
@@ -199,4 +210,4 @@ def _match_ignoring_space(expected: str, text: str) -> int | None:
         del missing[0]
         if not missing:
             return at + 1
-    return 0
+    return 0 if len(text) <= len(expected) + MAX_SPACE_CHARACTERS else None
