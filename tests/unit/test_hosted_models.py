@@ -192,6 +192,23 @@ def test_whoever_comes_for_a_run_that_leaves_waits_until_it_is_back() -> None:
     played(scene)
 
 
+def test_a_model_is_unloaded_unless_another_request_uses_it() -> None:
+    async def scene() -> None:
+        async with serving(a=10) as (models, command):
+            used = begun(models, "a")
+            assert await command.heard() == {"start": "a"}
+            command.say(started="a", directory="/run")
+            await used
+            async with models.run_acquirer(models.find("a"))():
+                with pytest.raises(ApiError) as caught:
+                    models.unload(models.find("a"))
+                assert (caught.value.status, caught.value.code) == (409, "in_use")
+            models.unload(models.find("a"))
+            assert await command.heard() == {"end": "a"}
+
+    played(scene)
+
+
 def test_a_run_that_nobody_uses_is_ended_in_time() -> None:
     async def scene() -> None:
         async with serving(keep_alive_s=0.05, a=10) as (models, command):

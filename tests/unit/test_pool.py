@@ -38,6 +38,24 @@ def test_what_fits_stands_side_by_side() -> None:
     assert (one.state("a"), one.state("b")) == ("live", "live")
 
 
+def test_a_run_without_requests_is_dismissed_at_once() -> None:
+    one = with_runs(pool(a=40, b=60), "a", "b")
+    one.acquire("a")
+    assert not one.dismiss("a")
+    assert one.dismiss("b")
+    assert one.orders(0) == [Order(END, "b")]
+    assert one.dismiss("b")  # once more changes nothing
+    one.request("b")
+    assert not one.dismiss("b")
+    one.ended("b")
+    assert one.orders(0) == [Order(START, "b")]
+    assert not one.dismiss("b")
+    one.started("b", 1)
+    one.release("a", 2)
+    assert one.dismiss("a")
+    assert one.orders(2) == [Order(END, "a")]
+
+
 def test_room_is_made_by_the_run_that_was_used_least_recently() -> None:
     one = with_runs(pool(a=40, b=40, c=40), "a", "b")
     one.acquire("a")

@@ -35,6 +35,7 @@ CODES: dict[str, tuple[int, str]] = {
     "not_found": (404, "The path does not exist."),
     "model_not_found": (404, "The model is not served."),
     "method_not_allowed": (405, "The path does not accept this method."),
+    "in_use": (409, "Other requests use the model that is to be unloaded."),
     "body_too_slow": (408, "The body arrived too slowly."),
     "body_too_large": (413, "The body exceeds the limit."),
     "request_too_large": (413, "The request would take more memory than all requests together may."),

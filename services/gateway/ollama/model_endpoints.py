@@ -77,17 +77,21 @@ class OllamaModels:
         return True
 
     async def loaded(self, body: OllamaRequest, message: dict[str, Any]) -> dict[str, Any]:
-        """Start the model's run if it has none; return the response to a request without a prompt.
+        """Start the model's run if it has none, or end it; return the response to a request without a prompt.
 
-        Raises ApiError if the run cannot be started, or the request is to unload the model.
+        Raises ApiError if the run cannot be started, or not ended.
 
         message: the member that has the text of a completion
         """
-        body.require_loading()
         model = self._models.find(body.model)
-        async with self._models.run_acquirer(model)():
-            head = {"model": body.model or model.name, "created_at": timestamp()}
-            return {**head, **message, "done": True, "done_reason": "load"}
+        if body.unloads:
+            self._models.unload(model)
+        else:
+            async with self._models.run_acquirer(model)():
+                pass
+        reason = "unload" if body.unloads else "load"
+        head = {"model": body.model or model.name, "created_at": timestamp()}
+        return {**head, **message, "done": True, "done_reason": reason}
 
     async def refuse(self, instead: str, request: Request) -> NoReturn:
         raise ApiError(400, "unsupported_endpoint", f"models are not changed over HTTP: {instead}")

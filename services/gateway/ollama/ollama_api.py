@@ -9,7 +9,6 @@ import re
 from typing import Annotated, Any, Literal
 
 from neuronpipe.services.gateway.answers.thinking_format import ON
-from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import validated
 from neuronpipe.services.gateway.http.schema_base import (
     IGNORED,
@@ -40,9 +39,6 @@ from pydantic import Field, Tag, model_validator
 
 NO_TEMPLATE = "templates of requests are not supported: the package has its own; send a written prompt with raw"
 NO_CONTEXT = "token ids of earlier responses are not supported; send the conversation to /api/chat"
-NO_UNLOADING = (
-    "keep_alive: a request does not end a run; `serve --keep-alive` ends unused ones, and `neuronpipe down` ends one"
-)
 DEFAULT_OPTIONS = OllamaOptions.model_validate({})
 ZERO = re.compile(r"0+(\.0*)?(ns|us|ms|s|m|h)?")  # a duration as Go writes it
 
@@ -97,8 +93,8 @@ class OllamaRequest(RequestModel):
     )
     keep_alive: Duration | None = Field(
         None,
-        description="How long the model stays loaded. It has no effect, except that 0 in a request without a "
-        "prompt is refused.",
+        description="In a request without a prompt, 0 ends the model's run, on a server whose runs end. Otherwise it "
+        "has no effect: `serve --keep-alive` decides.",
     )
     truncate: bool | None = Field(None, description=IGNORED)
     shift: bool | None = Field(None, description=IGNORED)
@@ -109,11 +105,10 @@ class OllamaRequest(RequestModel):
             raise conflict("top_logprobs", "only with logprobs")
         return self
 
-    def require_loading(self) -> None:
-        """Raise ApiError if the request, which has no prompt, is to unload the model instead of loading it."""
-        zero = ZERO.fullmatch(self.keep_alive) if isinstance(self.keep_alive, str) else self.keep_alive == 0
-        if zero:
-            raise ApiError(400, "unsupported_parameter", NO_UNLOADING, param="keep_alive")
+    @property
+    def unloads(self) -> bool:
+        """True if a request without a prompt unloads the model instead of loading it."""
+        return bool(ZERO.fullmatch(self.keep_alive)) if isinstance(self.keep_alive, str) else self.keep_alive == 0
 
     @property
     def _max_tokens(self) -> int:

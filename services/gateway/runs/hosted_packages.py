@@ -115,6 +115,11 @@ class HostedModels(ServedModels):
     def facts(self) -> list[dict[str, Any]]:
         return [facts | {"state": STATE_NAMES[self._pool.state(facts["id"])]} for facts in super().facts()]
 
+    def unload(self, model: ServedModel) -> None:
+        if not self._pool.dismiss(model.name):
+            raise ApiError(409, "in_use", f"other requests use {model.name}; it ends after them, when it is unused")
+        self._send_orders()
+
     def unused_for_s(self, model: ServedModel) -> float:
         return self._pool.unused_for_s(model.name, self._loop.time())
 

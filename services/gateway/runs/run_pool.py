@@ -75,6 +75,15 @@ class RunPool:
         member = self._members[name]
         member.users, member.used_at = member.users - 1, now
 
+    def dismiss(self, name: str) -> bool:
+        """Let this package's run end now, whatever keep_alive_s is. Return False if requests use it or wait for it."""
+        member = self._members[name]
+        if member.users or member.state == "starting" or name in self._requested:
+            return False
+        if member.state == "live":
+            member.state = "leaving"
+        return True
+
     # ---- runs --------------------------------------------------------------------------------------------------
     def starting(self, name: str) -> None:
         self._members[name].state = "starting"

@@ -120,6 +120,12 @@ class ServedModels:
         """Return after which time without requests the run of a package ends; infinite if it does not."""
         return math.inf
 
+    def unload(self, model: ServedModel) -> None:
+        """End the run of a package. Raises ApiError if other requests use it, or if it lasts as long as the server."""
+        message = f"keep_alive: the run of {model.name} lasts as long as this server; `neuronpipe serve --keep-alive` "
+        message += "starts a server whose runs end, and `neuronpipe down` ends a run"
+        raise ApiError(400, "unsupported_parameter", message, param="keep_alive")
+
     @property
     def live(self) -> list[tuple[str, Run]]:
         """Return name and run of each package that has a live run."""
