@@ -217,6 +217,7 @@ typedef struct {
     float repetition_penalty;       /* > 0; positive logits of the sequence's tokens are divided by it, negative ones multiplied; 1: off */
     float frequency_penalty;        /* subtracted from a token's logit for each time it was generated; 0: off */
     float presence_penalty;         /* subtracted once if the token was generated; 0: off */
+    int32_t penalty_tokens;         /* the penalties consider this many of the last tokens of the text; 0: all */
     const int32_t *text;            /* the sequence's ids in [0, n): the prompt, then generated tokens; read only if a penalty is on */
     size_t text_tokens;
     size_t prompt_tokens;

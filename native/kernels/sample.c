@@ -54,7 +54,9 @@ static int has_penalty(const np_sampling *how) {
 }
 
 static int in_range(const np_sampling *how, size_t n) {
-    if (isnan(how->temperature) || isnan(how->top_p) || !(how->min_p <= 1.0f) || how->top_k < 0) return 0;
+    if (isnan(how->temperature) || isnan(how->top_p) || !(how->min_p <= 1.0f) || how->top_k < 0 ||
+        how->penalty_tokens < 0)
+        return 0;
     if (how->prompt_tokens > how->text_tokens || !(how->repetition_penalty > 0.0f) || !isfinite(how->repetition_penalty) ||
         !isfinite(how->frequency_penalty) || !isfinite(how->presence_penalty))
         return 0;
@@ -70,11 +72,13 @@ static int in_range(const np_sampling *how, size_t n) {
  * after. */
 static void penalize(const np_sampling *how, float *logits, int32_t *counts) {
     const int32_t seen = INT32_MIN; /* the top bit: the token occurs in the sequence */
-    for (size_t i = 0; i < how->text_tokens; i++) {
+    const size_t window = how->penalty_tokens ? (size_t)how->penalty_tokens : how->text_tokens;
+    const size_t first = how->text_tokens > window ? how->text_tokens - window : 0;
+    for (size_t i = first; i < how->text_tokens; i++) {
         int32_t *count = &counts[how->text[i]];
         *count = (*count + (i >= how->prompt_tokens)) | seen;
     }
-    for (size_t i = 0; i < how->text_tokens; i++) {
+    for (size_t i = first; i < how->text_tokens; i++) {
         const int32_t id = how->text[i];
         if (!counts[id]) continue;
         const float times = (float)(counts[id] & INT32_MAX);

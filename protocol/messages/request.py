@@ -132,6 +132,7 @@ class Generate(Message):
         multiplied; 1: off
     frequency_penalty: subtracted from a token's logit for each time that it occurs in the completion
     presence_penalty: subtracted from a token's logit if it occurs in the completion
+    penalty_tokens: the penalties consider this many of the last tokens; 0: all
     logit_bias: added to the logits of these tokens, after the penalties
     ignore_end: never sample an end token
     grammar: the grammar of the completion: "json" for any JSON object, or a JSON schema. Only tokens that can continue
@@ -165,6 +166,7 @@ class Generate(Message):
     repetition_penalty: Annotated[float, PENALTY, Range(0.01, 100)] = 1.0
     frequency_penalty: Annotated[float, PENALTY, Range(-100, 100)] = 0.0
     presence_penalty: Annotated[float, PENALTY, Range(-100, 100)] = 0.0
+    penalty_tokens: Annotated[int, SAMPLING, Range(0, (1 << 31) - 1)] = 0
     logit_bias: tuple[Bias, ...] = ()
     ignore_end: Annotated[bool, SAMPLING] = False
     grammar: str | None = None

@@ -240,12 +240,15 @@ def test_a_seed_of_minus_one_is_random_and_others_are_not() -> None:
     assert (options(seed=0).seed, options(seed=-7).seed) == (0, -7)
 
 
-def test_penalties_count_the_whole_text_or_nothing() -> None:
-    for whole in ({}, {"repeat_last_n": -1}):
-        assert options(repeat_penalty=1.2, **whole).options["repetition_penalty"] == 1.2
+@pytest.mark.parametrize(("last", "tokens"), [({}, 64), ({"repeat_last_n": 7}, 7), ({"repeat_last_n": -1}, 0)])
+def test_penalties_count_the_last_tokens_or_all(last: dict[str, int], tokens: int) -> None:
+    sampling = options(repeat_penalty=1.2, **last).options
+    assert (sampling["repetition_penalty"], sampling["penalty_tokens"]) == (1.2, tokens)
+
+
+def test_penalties_count_nothing_at_a_window_of_0() -> None:
     off = options(repeat_penalty=1.2, presence_penalty=1, repeat_last_n=0).options
     assert (off["repetition_penalty"], off["presence_penalty"]) == (1.0, 0.0)
-    assert options(repeat_last_n=64).options["repetition_penalty"] == 1.0
 
 
 def test_every_option_of_the_client_is_known() -> None:
@@ -329,11 +332,7 @@ REFUSED_IN_BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"options": {"mirostat": 2}}, "options.mirostat", "no mirostat here"),
     ({"options": {"tfs_z": 0.5}}, "options.tfs_z", "only 1"),
     ({"options": {"typical_p": 0.7}}, "options.typical_p", "only 1"),
-    (
-        {"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}},
-        "options.repeat_last_n",
-        "the whole text; give -1, or 0",
-    ),
+    ({"options": {"repeat_last_n": -2}}, "options.repeat_last_n", "-1"),
     ({"options": {"ignore_end": True}}, "options.ignore_end", "unsupported parameter"),
     ({"options": {"temprature": 1}}, "options.temprature", "unsupported parameter"),
 ]

@@ -36,9 +36,11 @@ def row_of(row: int = 0, counter: int = 0, **options: Any) -> SampleRow:
 def changed(logits: np.ndarray, how: SampleRow) -> np.ndarray:
     """The logits that a token is sampled from, token by token."""
     ask, out = how.ask, logits.astype(np.float64)
-    generated = how.text[how.prompt_tokens :]
+    considered = range(len(how.text))[-ask.penalty_tokens :]
+    text = [how.text[at] for at in considered]
+    generated = [how.text[at] for at in considered if at >= how.prompt_tokens]
     for token in range(VOCABULARY):
-        if token in how.text:
+        if token in text:
             out[token] = out[token] / ask.repetition_penalty if out[token] > 0 else out[token] * ask.repetition_penalty
         out[token] -= ask.frequency_penalty * generated.count(token) + ask.presence_penalty * (token in generated)
     for token, bias in how.biases:
@@ -70,6 +72,15 @@ OPTIONS = {
     "repetition": {"repetition_penalty": 1.7, "text": PROMPT + ANSWER, "prompt_tokens": 4},
     "frequency": {"frequency_penalty": 0.8, "text": PROMPT + ANSWER, "prompt_tokens": 4},
     "presence": {"presence_penalty": -1.5, "text": PROMPT + ANSWER, "prompt_tokens": 4},
+    "the last tokens": {
+        "repetition_penalty": 1.7,
+        "frequency_penalty": 0.8,
+        "penalty_tokens": len(ANSWER) + 2,
+        "text": PROMPT + ANSWER,
+        "prompt_tokens": 4,
+    },
+    "fewer than answered": {"presence_penalty": 2.5, "penalty_tokens": 2, "text": PROMPT + ANSWER, "prompt_tokens": 4},
+    "more than there are": {"presence_penalty": 2.5, "penalty_tokens": 99, "text": PROMPT + ANSWER, "prompt_tokens": 4},
     "bias": {"biases": ((0, 4.0), (20, -2.5), (21, -math.inf))},
     "allowed": {"allowed": bytes([0xFF, 0x81, 0, 0x10, 0, 0xFF, 0x03])},
     "all": {

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from neuronpipe.protocol.messages.request import MAX_TOKENS, SAMPLING_OPTIONS
-from neuronpipe.services.gateway.http.schema_base import IGNORED, RequestModel, conflict, refuse_with, unsupported
+from neuronpipe.services.gateway.http.schema_base import IGNORED, RequestModel, refuse_with, unsupported
 from neuronpipe.services.gateway.openai.request_schema import HTTP_NAMES, MAX_STOPS, Stops, option_field
-from pydantic import AfterValidator, Field, create_model, model_validator
+from pydantic import AfterValidator, Field, create_model
 
 NAMES = {"repetition_penalty": "repeat_penalty"}  # sampling options that Ollama calls by another name
 DEFAULTS: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
-NOT_OF_OLLAMA = {"ignore_end"}
+NOT_OF_OLLAMA = {"ignore_end", "penalty_tokens"}  # the latter has other values, see `repeat_last_n`
 RANDOM_SEED, UNLIMITED, WHOLE_TEXT = -1, -1, -1
 MIN_LIMIT = -2  # Ollama has two values for "as many as fit"
 OPTIONS_OF_OLLAMA = {
@@ -64,11 +64,11 @@ class OllamaOptions(OllamaSampling):
     stop: Stops = Field(
         default=[], description=f"Strings that end the completion and are not part of it, up to {MAX_STOPS}."
     )
-    repeat_last_n: int | None = Field(
-        None,
+    repeat_last_n: int = Field(
+        64,
         ge=WHOLE_TEXT,
-        description="How many tokens the penalties consider: -1, all, which is the default, or 0, none. Other numbers "
-        "are accepted only without penalties.",
+        le=MAX_TOKENS,
+        description="How many of the last tokens the penalties consider: -1, all, or 0, none.",
     )
     mirostat: Annotated[int, refuse_with(NO_MIROSTAT)] = Field(
         0, description="Only 0 is accepted: the sampler is not supported."
@@ -94,13 +94,6 @@ class OllamaOptions(OllamaSampling):
     use_mmap: bool | None = Field(None, description=IGNORED)
     vocab_only: bool | None = Field(None, description=IGNORED)
 
-    @model_validator(mode="after")
-    def _penalties_count_all(self) -> OllamaOptions:
-        if self.repeat_last_n not in (None, 0, WHOLE_TEXT) and self._penalties:
-            message = "the penalties always consider the whole text; give -1, or 0 to turn them off"
-            raise conflict("repeat_last_n", message)
-        return self
-
     @property
     def _penalties(self) -> set[str]:
         """Return the names of the penalties that are not off."""
@@ -118,4 +111,5 @@ class OllamaOptions(OllamaSampling):
             HTTP_NAMES.get(option.name, option.name): option.default if name in off else getattr(self, name)
             for name, option in OPTIONS_OF_OLLAMA.items()
         }
+        sampling["penalty_tokens"] = max(0, self.repeat_last_n)
         return sampling | {"seed": None if self.seed == RANDOM_SEED else self.seed, "stop": self.stop}
