@@ -15,7 +15,10 @@ from neuronpipe.launch.arguments.verbs import check_first_word, find_verb, join_
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Parse a command line; print the current spelling of former and foreign words to stderr. Raises UserError."""
+    """Parse a command line; print the current spelling of former and foreign words to stderr. Raises UserError.
+
+    The attribute `words` has the command line in the current spelling.
+    """
     lines = [
         f"`{word}` is written `{FORMER_VERBS[word]}` now; the former spelling will go"
         for word in words[:1]
@@ -40,4 +43,5 @@ def parse(words: list[str]) -> argparse.Namespace:
         lines.append(line)
     for line in lines:
         print(f"neuronpipe: {line}", file=sys.stderr)
+    arguments.words = tuple(words)
     return settle(arguments)

@@ -225,6 +225,7 @@ def test_options_reach_the_request_by_their_names_there() -> None:
         "repetition_penalty": 1.2,
         "frequency_penalty": -0.5,
         "presence_penalty": 0.5,
+        "penalty_tokens": 64,
         "ignore_end": False,
     }
     assert options(stop="x").stop_strings == ("x",)

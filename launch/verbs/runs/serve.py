@@ -31,6 +31,7 @@ from neuronpipe.launch.planning.package_argument import add_packages_argument, o
 from neuronpipe.launch.planning.plan import package_and_plan
 from neuronpipe.launch.progress import Elapsed, note_output
 from neuronpipe.launch.serving.host import Host
+from neuronpipe.launch.serving.installation import install, uninstall
 from neuronpipe.launch.serving.offers import make_offers, shared_limit_bytes, total_limit_bytes
 from neuronpipe.launch.serving.restarting import Backoff, refuse_for
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
@@ -92,6 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     planning.add_idle_profile_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object when requests are served")
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument(
+        "--install",
+        action="store_true",
+        help="start this server at every login, and now: writes a unit for systemd, or on a phone a script for "
+        "Termux:Boot. Runs end after five minutes without requests unless --keep-alive says otherwise",
+    )
+    begin.add_argument("--uninstall", action="store_true", help="end the installed server and remove its file")
 
 
 @frozen(kw_only=True)
@@ -120,6 +129,9 @@ class ServeOptions:
 
 def main(arguments: argparse.Namespace) -> int:
     key = chosen_key(arguments.key)
+    if arguments.uninstall:
+        uninstall(as_json=arguments.json)
+        return 0
     paths = _all_packages() if arguments.all else arguments.package
     options = ServeOptions(
         host=arguments.host,
@@ -133,6 +145,16 @@ def main(arguments: argparse.Namespace) -> int:
         is_demo=paths[0] is DEMO,
         measures_idle=not arguments.no_idle_profile,
     )
+    if arguments.install:
+        if options.is_demo:
+            raise UserError("--install: name the packages to serve, or give --all")
+        for path in paths:
+            if not path.exists():
+                raise UserError(f"--install: {path} does not exist; `neuronpipe list` shows the packages with names")
+        # Refuses a host without a key and wrong origins now. The port may still be that of the server to replace.
+        os.close(dataclasses.replace(options, port=0).listen().descriptor)
+        install(arguments.words, key, as_json=arguments.json)
+        return 0
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the way to end it
         if len(paths) > 1 or arguments.keep_alive is not None:
             keep_alive_s = KEEP_ALIVE_S if arguments.keep_alive is None else arguments.keep_alive
