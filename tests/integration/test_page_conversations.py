@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from neuronpipe.services.gateway.http.api_errors import ApiError
@@ -58,6 +59,65 @@ def texts(page: Page) -> list[str]:
 def stored(page: Page) -> str:
     """All that the tab and the browser keep."""
     return str(page.browser.execute_script("return JSON.stringify([{...localStorage}, {...sessionStorage}])"))
+
+
+# ---- finding, saving and loading -----------------------------------------------------------------------------
+def titles(page: Page) -> list[str]:
+    return [entry.text for entry in page["entries"].find_elements(By.CSS_SELECTOR, '[data-action="open"]')]
+
+
+def test_conversations_are_found_by_the_words_in_them(page: Page) -> None:
+    talk(page, "the capital of Iceland")
+    page["new-in-list"].click()
+    talk(page, "bake bread")
+    page["search"].send_keys("ICEland capital")
+    assert titles(page) == ["the capital of Iceland"]
+    page["search"].send_keys(" fine.")  # the answer
+    assert titles(page) == ["the capital of Iceland"]
+    page["search"].send_keys("x")
+    assert titles(page) == []
+    assert page["delete-all"].is_enabled()
+    page["search"].clear()
+    page["search"].send_keys(Keys.SPACE)
+    assert len(titles(page)) == 2
+
+
+def test_saved_conversations_are_loaded_again(page: Page, tmp_path: Path) -> None:
+    folder = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.browser.execute_cdp_cmd("Page.setDownloadBehavior", folder)
+    talk(page, "my name is Ada", "what is it?")
+    page["save-all"].click()
+    page["save-text"].click()
+    assert page.eventually(
+        lambda: {path.name for path in tmp_path.iterdir()} == {"conversations.json", "my-name-is-Ada.md"}
+    )
+    text = (tmp_path / "my-name-is-Ada.md").read_text()
+    assert text.startswith("# my name is Ada\n\n## You\n\nmy name is Ada\n\n## a-model\n\nFine.\n")
+    page["file"].send_keys(str(tmp_path / "conversations.json"))
+    assert page.eventually(lambda: page["loaded"].text == "All of them are here already.")
+    page["delete-all"].click()
+    assert titles(page) == []
+    page["file"].send_keys(str(tmp_path / "conversations.json"))
+    assert page.eventually(lambda: page["loaded"].text == "1 conversation was loaded.")
+    assert titles(page) == ["my name is Ada"]
+    page["entries"].find_element(By.CSS_SELECTOR, '[data-action="open"]').click()
+    assert page.asked == ["my name is Ada", "what is it?"]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("not JSON", "no conversations that were saved here"),
+        ('{"neuronpipe": "conversations", "conversations": 7}', "no conversations that were saved here"),
+        ('{"neuronpipe": "conversations", "conversations": [{"id": "../x", "version": 2, "turns": []}]}', "is damaged"),
+    ],
+)
+def test_a_file_that_is_none_of_these_changes_nothing(page: Page, tmp_path: Path, content: str, why: str) -> None:
+    talk(page, "stays")
+    (tmp_path / "file.json").write_text(content)
+    page["file"].send_keys(str(tmp_path / "file.json"))
+    assert page.eventually(lambda: why in page["loaded"].text)
+    assert titles(page) == ["stays"]
 
 
 # ---- kept over a reload --------------------------------------------------------------------------------------

@@ -85,6 +85,17 @@ export class Conversation {
     this.#tokensPerCharacter = tokens / Math.max(1, characters(sent));
   }
 
+  // The title and all messages in lower case, to search in.
+  get searched() {
+    return [this.name, ...this.turns.flatMap(({ question, answer }) => [question, answer])].join("\n").toLowerCase();
+  }
+
+  // Returns the conversation as Markdown, to read. Thoughts are left out.
+  toMarkdown() {
+    const turns = this.turns.map(({ question, answer, model }) => `## You\n\n${question.trim()}\n\n## ${model || "The model"}\n\n${answer.trim()}\n`);
+    return [`# ${this.name}\n`, ...turns].join("\n");
+  }
+
   // Returns the stored form, with the newest turns that fit into maxCharacters; "" if none fits.
   toText(maxCharacters) {
     const turns = this.turns.map(({ view, failed, ...turn }) => turn);

@@ -10,7 +10,6 @@ export function drawList(entries, open) {
   const focused = list.contains(document.activeElement) ? document.activeElement : null;
   const [id, action] = [focused?.closest("li").dataset.id, focused?.dataset.action];
   list.replaceChildren(...entries.map((one) => entry(one, one.id === open)));
-  document.getElementById("delete-all").disabled = !entries.length;
   if (focused) (button(id, action) ?? document.getElementById("prompt")).focus();
 }
 

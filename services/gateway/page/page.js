@@ -2,6 +2,7 @@
 
 import { advice, all, answer, choose, defaultTokens, describe, introduction, templateError } from "/page/answer.js";
 import { copy } from "/page/clipboard.js";
+import { fileName, onFile, save as saveFile } from "/page/files.js";
 import { drawList, hide, listen } from "/page/list.js";
 import { look, lookAt } from "/page/live.js";
 import { keepSettings, settings } from "/page/settings.js";
@@ -10,6 +11,7 @@ import { keep, kept } from "/page/storage.js";
 import { add, divide, offer, scroll, show, turnAt } from "/page/transcript.js";
 
 const COPIED_MS = 2000;
+const MAX_FILE_BYTES = 32 << 20;
 const element = (id) => document.getElementById(id);
 const touch = matchMedia("(pointer: coarse)"); // there Enter is the only way to a new line, and focus opens a keyboard
 const shelf = new Shelf();
@@ -197,7 +199,28 @@ function rename(id, title) {
   drawEntries();
 }
 
-const drawEntries = () => drawList(shelf.list, conversation.id);
+const drawEntries = () => {
+  drawList(shelf.matching(element("search").value), conversation.id);
+  element("delete-all").disabled = element("save-all").disabled = !shelf.list.length;
+  element("save-text").disabled = !conversation.turns.length;
+};
+
+function load(text) {
+  try {
+    const count = shelf.addFile(text);
+    report(count ? `${count} ${count === 1 ? "conversation was" : "conversations were"} loaded.` : "All of them are here already.");
+    changedElsewhere(conversation.id);
+  } catch (error) {
+    report(error.message);
+  }
+}
+
+// Shows the result of loading a file, also to screen readers.
+function report(sentence) {
+  undoable = null;
+  element("undo-bar").hidden = true;
+  element("loaded").textContent = sentence;
+}
 
 function save() {
   if (conversation.turns.length || shelf.has(conversation.id)) shelf.put(conversation);
@@ -310,6 +333,11 @@ element("stop").addEventListener("click", () => asking?.stop.abort());
 element("new").addEventListener("click", begin);
 element("new-in-list").addEventListener("click", begin);
 element("delete-all").addEventListener("click", removeAll);
+element("search").addEventListener("input", drawEntries);
+element("save-text").addEventListener("click", () => saveFile(conversation.toMarkdown(), `${fileName(conversation.name)}.md`, "text/markdown"));
+element("save-all").addEventListener("click", () => saveFile(shelf.toFile(), "conversations.json", "application/json"));
+element("load").addEventListener("click", () => element("file").click());
+onFile(element("file"), MAX_FILE_BYTES, load, report);
 element("undo").addEventListener("click", undo);
 element("stays").addEventListener("change", () => (shelf.stays = element("stays").checked));
 element("show-chat").addEventListener("click", () => turnTo("chat"));

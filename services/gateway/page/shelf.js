@@ -6,6 +6,7 @@ import { BROWSER, MAX_KEPT_CHARACTERS, TAB, keep, kept, keptNames, keptObject, o
 
 const BEGINNING = "conversation-";
 const MAX_CONVERSATIONS = 100;
+const ID = /^[0-9a-f]{16}$/;
 const MAX_CHARACTERS = 1 << 22; // of all conversations; the oldest are deleted first
 
 export class Shelf {
@@ -32,6 +33,40 @@ export class Shelf {
   get list() {
     const entries = [...this.#texts].map(([id, { name, changed }]) => ({ id, name, changed }));
     return entries.sort((one, other) => other.changed - one.changed);
+  }
+
+  // Returns the entries of `list` whose conversations contain all of these words, in any case.
+  matching(words) {
+    const parts = words.toLowerCase().split(/\s+/).filter(Boolean);
+    if (!parts.length) return this.list;
+    return this.list.filter(({ id }) => {
+      const text = this.open(id)?.searched ?? "";
+      return parts.every((part) => text.includes(part));
+    });
+  }
+
+  // Returns all conversations as JSON, the latest first.
+  toFile() {
+    const conversations = this.list.map(({ id }) => ({ id, ...JSON.parse(this.#texts.get(id).text) }));
+    return JSON.stringify({ neuronpipe: "conversations", conversations }, null, 1);
+  }
+
+  // Adds the conversations of a file that `toFile` has written; returns how many. One that is stored already is replaced
+  // only by a later form of it. Throws an Error if the file is none of these.
+  addFile(text) {
+    let entries;
+    try {
+      const { neuronpipe, conversations } = JSON.parse(text);
+      if (neuronpipe === "conversations" && Array.isArray(conversations)) entries = conversations;
+    } catch {
+      // reported below
+    }
+    if (!entries) throw new Error("This file has no conversations that were saved here.");
+    const read = entries.map((one) => ID.test(one?.id) && Conversation.from(one.id, one)).filter(Boolean);
+    if (read.length < entries.length) throw new Error("A conversation of this file is damaged, so none was loaded.");
+    const added = read.filter(({ id, changed }) => !(this.#texts.get(id)?.changed >= changed));
+    for (const one of added.slice(0, MAX_CONVERSATIONS).reverse()) this.put(one);
+    return Math.min(added.length, MAX_CONVERSATIONS);
   }
 
   has(id) {
