@@ -16,7 +16,13 @@ from neuronpipe.services.gateway.application import PAGE_FOLDER, PAGE_HEADERS, P
 from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
 
 LIVE_EVERY_S = 0.05
-TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".webmanifest": "application/manifest+json",
+}
 
 
 class Thought(str):

@@ -63,8 +63,10 @@ PAGE_FOLDER = Path(__file__).parent / "page"
 PAGE_INDEX = "index.html"
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "connect-src 'self'; manifest-src 'self'; worker-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
     "cache-control": "no-cache",
+    "service-worker-allowed": "/",  # /page/offline.js is for the whole page
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from neuronpipe.services.gateway.application import PAGE_FOLDER
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -118,6 +119,47 @@ def test_a_file_that_is_none_of_these_changes_nothing(page: Page, tmp_path: Path
     page["file"].send_keys(str(tmp_path / "file.json"))
     assert page.eventually(lambda: why in page["loaded"].text)
     assert titles(page) == ["stays"]
+
+
+# ---- system prompts, and the installed page ------------------------------------------------------------------
+def test_system_prompts_are_kept_as_suggestions_until_they_are_forgotten(page: Page) -> None:
+    def suggested() -> list[str]:
+        options = "return [...document.getElementById('system-prompts').options].map(({ value }) => value)"
+        return list(page.browser.execute_script(options))
+
+    page["settings"].find_element(By.TAG_NAME, "summary").click()
+    assert not page["keep-prompt"].is_enabled()
+    for text in ("Be brief.", "Talk like a pirate."):
+        page["system"].clear()
+        page["system"].send_keys(text)
+        page["keep-prompt"].click()
+    page.open()
+    assert suggested() == ["Talk like a pirate.", "Be brief."]
+    page["settings"].find_element(By.TAG_NAME, "summary").click()
+    assert page["keep-prompt"].text == "Forget"
+    page["keep-prompt"].click()
+    assert suggested() == ["Be brief."]
+    assert page["keep-prompt"].text == "Keep"
+
+
+def test_the_page_can_be_installed_and_opens_without_its_server(page: Page) -> None:
+    manifest = page.browser.execute_cdp_cmd("Page.getAppManifest", {})
+    assert manifest["errors"] == []
+    assert json.loads(manifest["data"])["start_url"] == "/"
+    assert page.browser.execute_cdp_cmd("Page.getInstallabilityErrors", {})["installabilityErrors"] == []
+    talk(page, "stays")
+    stored = """const done = arguments[0]; caches.open("neuronpipe-page").then(async (store) =>
+        done((await store.keys()).map(({ url }) => new URL(url).pathname)))"""
+    needed = {"/", "/page/page.css", *(f"/page/{file.name}" for file in PAGE_FOLDER.glob("*.js"))} - {
+        "/page/offline.js"
+    }
+    assert page.eventually(lambda: needed <= set(page.browser.execute_async_script(stored)))
+    assert all(path == "/" or path.startswith("/page/") for path in page.browser.execute_async_script(stored))
+    page.server.shutdown()
+    page.server.server_close()
+    page.open()
+    assert page.asked == ["stays"]
+    troubles(page.browser)  # those of the requests to the server that is gone
 
 
 # ---- kept over a reload --------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 import { advice, all, answer, choose, defaultTokens, describe, introduction, templateError } from "/page/answer.js";
 import { copy } from "/page/clipboard.js";
 import { fileName, onFile, save as saveFile } from "/page/files.js";
+import { stayAvailable } from "/page/installed.js";
 import { drawList, hide, listen } from "/page/list.js";
 import { look, lookAt } from "/page/live.js";
+import { offerPrompts } from "/page/presets.js";
 import { keepSettings, settings } from "/page/settings.js";
 import { Shelf } from "/page/shelf.js";
 import { keep, kept } from "/page/storage.js";
@@ -351,6 +353,8 @@ window.addEventListener("pagehide", leave);
 document.addEventListener("visibilitychange", () => document.hidden && leave());
 
 keepSettings();
+offerPrompts(element("system"), element("system-prompts"), element("keep-prompt"));
+stayAvailable();
 element("stays").checked = shelf.stays;
 show(conversation);
 keep("open", conversation.id);
