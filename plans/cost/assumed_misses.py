@@ -94,9 +94,37 @@ def assumed_miss_rate(
     return ranking.miss_rate(round(resident_share * ranking.clusters), round(pinned_share * ranking.clusters))
 
 
-@functools.lru_cache(maxsize=16)
-def _ranking(stretches: tuple[tuple[float, float, float], ...], neurons: int, chosen: float) -> Ranking:
-    return Ranking([_bins(stretches, neurons, chosen)], _reference(neurons, mixture=chosen < 1.0))
+@frozen
+class SharedAccesses:
+    """The accesses of several sequences in a step.
+
+    share: share of all clusters that at least one sequence accesses
+    miss_rate: share of these that miss
+    """
+
+    share: float
+    miss_rate: float
+
+
+def assumed_accesses(
+    rates: ActivationRates, read: float, neurons: int, resident_share: float, pinned_share: float, tokens: int
+) -> SharedAccesses:
+    """Return the assumed accesses of `tokens` sequences that access clusters independently, with the same frequencies.
+
+    Other parameters are as in `assumed_miss_rate`.
+    """
+    ranking = _ranking(rates.rates_along_curve(read), neurons, rates.chosen, tokens)
+    rate = ranking.miss_rate(round(resident_share * ranking.clusters), round(pinned_share * ranking.clusters))
+    return SharedAccesses(ranking.accesses / ranking.clusters, rate)
+
+
+@functools.lru_cache(maxsize=64)
+def _ranking(
+    stretches: tuple[tuple[float, float, float], ...], neurons: int, chosen: float, tokens: int = 1
+) -> Ranking:
+    reference = _reference(neurons, mixture=chosen < 1.0)
+    bins = [(1 - (1 - each) ** tokens, count) for each, count in _bins(stretches, neurons, chosen)]
+    return Ranking([bins], reference)
 
 
 @functools.lru_cache(maxsize=16)

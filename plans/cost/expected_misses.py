@@ -6,10 +6,14 @@ one to four sequences; without one, sequences are assumed to choose their neuron
 
 from __future__ import annotations
 
-import math
-
-from neuronpipe.plans.cost.activation_rates import ActivationRates, miss_rate, ranking, was_measured
-from neuronpipe.plans.cost.assumed_misses import assumed_miss_rate
+from neuronpipe.plans.cost.activation_rates import (
+    ActivationRates,
+    hot_experts_of,
+    miss_rate,
+    ranking,
+    was_measured,
+)
+from neuronpipe.plans.cost.assumed_misses import assumed_accesses, assumed_miss_rate
 from neuronpipe.plans.package.activity_profile import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Flash, Mode
@@ -24,10 +28,10 @@ SCAN_TOKENS = 64
 
 @frozen
 class PartAccesses:
-    """The accesses of triggers or of values in a step, in clusters, and how many of them miss."""
+    """The mean accesses of triggers or of values in a step, in clusters, and how many of them miss."""
 
     accesses: float
-    misses: int
+    misses: float
 
 
 @frozen(kw_only=True)
@@ -63,7 +67,7 @@ def part_accesses(
     neurons, on_workers = manifest.layout.cluster_neurons, manifest.clusters - slots.offloaded
     expert_share = rates.clusters_accessed(share, neurons)
     token_accesses = expert_share * rates.chosen * clusters
-    together = clusters * union(min(1.0, token_accesses / clusters), tokens)
+    together = clusters * _accessed_by_any(manifest, rates.chosen, expert_share, tokens)
     offloaded_share = slots.offloaded / clusters
     if not all_accessed and slots.offloaded:
         offloaded_share = rates.clusters_within(offloaded_share, share, neurons)
@@ -71,9 +75,9 @@ def part_accesses(
     if occupied >= on_workers:
         return PartAccesses(accesses, 0)
     if all_accessed and mixture and tokens >= SCAN_TOKENS and 2 * together >= clusters:
-        return PartAccesses(accesses, int(accesses * (1 - occupied / on_workers)))
+        return PartAccesses(accesses, accesses * (1 - occupied / on_workers))
     if all_accessed and not mixture:  # clusters are accessed in turn: an unpinned one is evicted before its next access
-        return PartAccesses(accesses, int(accesses * (1 - min(slots.pinned, on_workers) / on_workers)))
+        return PartAccesses(accesses, accesses * (1 - min(slots.pinned, on_workers) / on_workers))
     # If experts are read whole, workers compute the same share of each: the rest counts as if it did not exist.
     offloaded_resident, scale = (0, clusters / on_workers) if all_accessed else (slots.offloaded, 1.0)
     resident, pinned = (int(clusters_of * scale) + offloaded_resident for clusters_of in (occupied, slots.pinned))
@@ -86,39 +90,78 @@ def part_accesses(
                 ranked_accesses * ranked.miss_rate(resident, pinned),
             )
             return PartAccesses(
-                ranked_accesses * (1 - offloaded_share) if offloaded_resident else ranked_accesses, int(misses)
+                ranked_accesses * (1 - offloaded_share) if offloaded_resident else ranked_accesses, misses
             )
     # If experts are read whole, pinned clusters are accessed as often as others.
     share_staying = pinned / clusters
     within = share_staying if all_accessed else rates.clusters_within(share_staying, share, neurons)
     unpinned, cached = together * (1 - within), resident - pinned
     modelled = rates.by_frequency and not all_accessed and not was_measured(manifest, mode)
+    by_whole_experts = mixture and expert_share >= NEARLY_WHOLE
+    if modelled and not by_whole_experts and 1 < tokens <= max(BATCHES):
+        shared = assumed_accesses(rates, share, neurons, resident / clusters, share_staying, tokens)
+        computed = clusters * shared.share * (1 - offloaded_share)
+        return PartAccesses(computed, min(computed, clusters * shared.share * shared.miss_rate))
     if unpinned >= cached and not (
         modelled and tokens == 1
     ):  # the cache has fewer slots than a step accesses: everything is evicted before the next step
-        return PartAccesses(accesses, min(int(accesses), int(unpinned / scale)))
+        return PartAccesses(accesses, min(accesses, unpinned / scale))
     # If experts are read whole, the cache serves the unpinned clusters as if they were the whole model.
     cached_share = cached / (clusters - pinned) if all_accessed else resident / clusters
-    if not modelled:
+    if all_accessed and tokens > 1:
+        rate = _rate_of_sequences(manifest, mode, min(1.0, cached_share), tokens)
+    elif not modelled:
         rate = miss_rate(manifest, mode, cached_share, whole_experts=all_accessed)
-    elif mixture and expert_share >= NEARLY_WHOLE:
+    elif by_whole_experts and tokens > 1:
+        rate = _rate_of_sequences(manifest, mode, min(1.0, cached_share), tokens)
+    elif by_whole_experts:
         rate = miss_rate(manifest, mode, cached_share, whole_experts=True)
     else:
         rate = assumed_miss_rate(rates, share, neurons, cached_share, share_staying)
     token_misses = token_accesses / scale * min(1 - within, rate * (1 - within) if all_accessed else rate)
     computed_accesses = token_accesses * (1 - offloaded_share)
     if tokens == 1:
-        return PartAccesses(computed_accesses, int(token_misses))
+        return PartAccesses(computed_accesses, token_misses)
     # Clusters that at least one token accesses. All with a slot are assumed to be alike, and all without one.
     hits = occupied * union(min(1.0, (computed_accesses - token_misses) / max(1, occupied)), tokens)
     misses = (on_workers - occupied) * union(min(1.0, token_misses / max(1, on_workers - occupied)), tokens)
-    return PartAccesses(hits + misses, int(misses))
+    return PartAccesses(hits + misses, misses)
+
+
+def _rate_of_sequences(manifest: Manifest, mode: Mode, resident_share: float, tokens: int) -> float:
+    """Return the miss rate of each of `tokens` sequences that choose whole experts independently.
+
+    Each has its own share of the cache, and finds those of its experts that others have brought there. Hot experts are
+    common to all.
+    """
+    hot = hot_experts_of(manifest.model.family).share
+    if resident_share <= hot:
+        return miss_rate(manifest, mode, resident_share, whole_experts=True)
+    not_by_one: float = ((1 - resident_share) / (1 - hot)) ** (
+        1 / tokens
+    )  # share of the others that a sequence does not keep
+    of_one = miss_rate(manifest, mode, 1 - (1 - hot) * not_by_one, whole_experts=True)
+    return of_one * not_by_one ** (tokens - 1)
+
+
+def _accessed_by_any(manifest: Manifest, chosen: float, expert_share: float, tokens: int) -> float:
+    """Return the share of all clusters that at least one of `tokens` independent tokens accesses.
+
+    chosen: share of the experts that a token chooses
+    expert_share: share of the clusters of a chosen expert that a token accesses
+    """
+    model, hot = manifest.model, hot_experts_of(manifest.model.family)
+    hot_share = hot.count(model.experts) / model.experts
+    others = max(0.0, chosen - hot_share * hot.frequency) / (1 - hot_share)
+    return hot_share * union(min(1.0, hot.frequency * expert_share), tokens) + (1 - hot_share) * union(
+        min(1.0, others * expert_share), tokens
+    )
 
 
 def joined_reads(
-    misses: int, among_clusters: float, part_bytes: int, stride_bytes: int, flash: Flash
-) -> tuple[int, int]:
-    """Return the number of reads for these misses, and their bytes including gaps.
+    misses: float, among_clusters: float, part_bytes: int, stride_bytes: int, flash: Flash
+) -> tuple[float, float]:
+    """Return the mean number of reads for these misses, and their bytes including gaps.
 
     Neighbours no further apart than the merge gap are read together.
 
@@ -132,8 +175,8 @@ def joined_reads(
         density * (1 - density) ** (distance - 1) * (distance * stride_bytes - part_bytes)
         for distance in range(1, max_distance + 1)
     )
-    read_bytes = int(misses * (part_bytes + gap_bytes))
-    return max(math.ceil(misses * (1 - density) ** max_distance), -(-read_bytes // flash.most_read_bytes)), read_bytes
+    read_bytes = misses * (part_bytes + gap_bytes)
+    return max(misses * (1 - density) ** max_distance, read_bytes / flash.most_read_bytes), read_bytes
 
 
 def union(share: float, tokens: int) -> float:

@@ -24,13 +24,13 @@ class IssueTime(enum.Enum):
 class Reads:
     """The reads of a step that are issued in the same way.
 
-    reads, read_bytes: number and bytes in all layers
+    reads, read_bytes: mean number and bytes in all layers
     hidden_ms: time of the work in all layers that overlaps with flash time; None if it is not known
     """
 
     issued: IssueTime
-    reads: int
-    read_bytes: int
+    reads: float
+    read_bytes: float
     hidden_ms: float | None
 
 
@@ -80,7 +80,7 @@ class IoWait:
         if batch.issued == IssueTime.TOGETHER:
             left_ms = hidden_ms - delay_ms
             return layers * (each_ms * math.exp(-max(0.0, left_ms) / each_ms) + max(0.0, -left_ms))
-        reads, size_bytes = batch.reads / layers, batch.read_bytes // batch.reads
+        reads, size_bytes = batch.reads / layers, int(batch.read_bytes / batch.reads)
         one_ms = self.cost.flash_ms(1, size_bytes, 1, 1)
         service_ms = self.cost.read_service_ms(size_bytes, reads, self.depth, in_groups=False)
         grouped_service_ms = self.cost.read_service_ms(size_bytes, reads, self.depth, in_groups=True)

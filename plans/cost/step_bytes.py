@@ -30,9 +30,21 @@ class StepBytes:
             total -= model.vocabulary * row_bytes(manifest.quantization_of("embedding"), model.width)
         if self.compute.embedding_on_flash:
             total += embedding_flash_bytes(manifest)
-        if self.compute.mode == "predicted" and PREDICTOR in manifest.files:
-            total -= int(manifest.files[PREDICTOR].bytes * (1 - union(self.rates.chosen, tokens)))
-        return total
+        return total - (self._all_predictors - self.predictor(tokens))
+
+    @property
+    def _all_predictors(self) -> int:
+        used = self.compute.mode == "predicted" and PREDICTOR in self.manifest.files
+        return self.manifest.files[PREDICTOR].bytes if used else 0
+
+    def predictor(self, tokens: int) -> int:
+        """Return the bytes of the predictor, which are part of `fixed`."""
+        skipped_share = 1 - union(self.rates.chosen, tokens)
+        return self._all_predictors - int(self._all_predictors * skipped_share)
+
+    def output(self) -> int:
+        """Return the bytes of the output matrix, which are part of `fixed`."""
+        return matrix_bytes(self.manifest, "output")
 
     def offloaded(self) -> int:
         """Return the bytes of the offloaded matrices, which the workers do not read."""

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
-from neuronpipe.plans.cost.accelerator_cost import AcceleratorCost, OffloadedWork
+from neuronpipe.plans.cost.accelerator_cost import AcceleratorCost
 from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.cost.cluster_ranking import occupied_slots
-from neuronpipe.plans.cost.expected_misses import PartAccesses, ResidentSlots, joined_reads, part_accesses
-from neuronpipe.plans.cost.io_wait import IoWait, IssueTime, Reads, embedding_ms, known_before_attention
+from neuronpipe.plans.cost.expected_misses import PartAccesses, ResidentSlots, part_accesses
+from neuronpipe.plans.cost.io_wait import IoWait, IssueTime, Reads, embedding_ms
 from neuronpipe.plans.cost.prompt_time import between_products_ms, products_ms
 from neuronpipe.plans.cost.step_bytes import StepBytes
+from neuronpipe.plans.cost.step_reads import ReadOrder
+from neuronpipe.plans.cost.step_work import StepWork
 from neuronpipe.plans.cost.work_cost import WorkCost, summed
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
@@ -33,9 +36,6 @@ from neuronpipe.plans.plan.pinned_clusters import pins_within
 from neuronpipe.plans.plan.runtime_memory import runtime_of
 from neuronpipe.protocol.frozen import frozen
 
-# Value parts that are read alone, for each missed bundle: both parts are read together but evicted separately, the
-# value part sooner if the neuron was predicted and not active. Measured: 0.15 to 0.29 (1B and 7B, 40 to 75 % resident).
-VALUES_ALONE = 0.2
 # From this many tokens on, a step requests all value parts together with the trigger parts (native/engine).
 DENSE_TOKENS = 16
 
@@ -73,8 +73,8 @@ def expected(
         neuron_bytes_per_token=in_pieces,
         piece_bytes=step.piece_bytes,
         dram_bytes_per_token=sequential + in_pieces,
-        flash_reads_per_token=-(-step.reads // batch),
-        flash_bytes_per_token=step.read_bytes // batch,
+        flash_reads_per_token=math.ceil(step.reads / batch),
+        flash_bytes_per_token=int(step.read_bytes / batch),
         sequential_ms_per_token=_rounded(step.sequential_ms, 1 / batch),
         neuron_ms_per_token=_rounded(step.pieces_ms, 1 / batch),
         overhead_ms_per_token=round(step.overhead_ms / batch, 3),
@@ -104,6 +104,21 @@ def step_ms(
     return (
         _run_cost(manifest, rates, compute, memory, flash, *measured).decode_step(batch, compute.context_tokens // 2).ms
     )
+
+
+def step_work(
+    manifest: Manifest,
+    rates: ActivationRates,
+    compute: Compute,
+    memory: Memory,
+    flash: Flash,
+    measured: Measurements,
+    *,
+    batch: int,
+    position_tokens: int,
+) -> StepWork:
+    """Return the workers' computing in a decode step, as `expected` takes it into account."""
+    return _run_cost(manifest, rates, compute, memory, flash, *measured).step_work(batch, position_tokens)
 
 
 def matrices_saved_ms(
@@ -159,8 +174,8 @@ class _Step:
     sequential_bytes: int = 0
     pieces_bytes: int = 0
     piece_bytes: int = 0
-    reads: int = 0
-    read_bytes: int = 0
+    reads: float = 0.0
+    read_bytes: float = 0.0
     miss_rate: float = 0.0
     sequential_ms: float | None
     pieces_ms: float | None
@@ -208,56 +223,22 @@ class _RunCost:
         if self.memory.has_borrowed_slots:
             memory = with_borrowed_slots(self.manifest, self.compute, self.memory, tokens=position_tokens + 1)
             return dataclasses.replace(self, memory=memory).decode_step(batch, position_tokens)
-        rates, flash = self.rates, self.flash
-        in_order = rates.trigger_read == 1.0  # all triggers are computed, in order
         blocks = self.compute.offloaded_blocks(batch)
-        triggers, values = self._triggers(batch, blocks), self._values(batch, rates.value_read, blocks)
-        trigger_bytes, value_bytes, device_ms = self._divide_rows(batch, blocks)
-        fixed_bytes, kv_bytes = (
-            self._bytes.fixed(batch) - (0 if self.device is None else self._bytes.offloaded()),
-            batch * self._bytes.kv(position_tokens),
-        )
-        # Contiguous bytes are computed for one sequence: further ones read the same rows, or rows of the same size.
-        one_sequence = (triggers, values) if batch == 1 else (self._triggers(1), self._values(1, rates.value_read))
-        one_sequence_bytes = self._bytes.value_rows(1) + (0.0 if in_order else self._bytes.trigger_rows(1))
-        one_sequence_pieces = one_sequence[1].accesses + (0.0 if in_order else one_sequence[0].accesses)
-        looked_up = [triggers] if reads_whole(self.compute, flash) else [triggers, values]
+        work = self.step_work(batch, position_tokens)
+        triggers, values = self._triggers(batch, blocks), self._values(batch, self.rates.value_read, blocks)
+        looked_up = [triggers] if reads_whole(self.compute, self.flash) else [triggers, values]
         misses, accesses = sum(part.misses for part in looked_up), sum(part.accesses for part in looked_up)
-        factor = self.cost.step_factor()
-        piece_bytes = (
-            max(1, int(one_sequence_bytes / one_sequence_pieces))
-            if one_sequence_pieces
-            else neuron_row_bytes(self.manifest)
-        )
-        fixed_ms = _times(factor, self.cost.fixed_ms(fixed_bytes))
-        kv_ms = _times(factor, self.cost.sequential_read_ms(kv_bytes))
-        if in_order:
-            triggers_ms = _times(factor, self.cost.triggers_ms(trigger_bytes))
-            pieces_ms = _times(factor, self.cost.values_ms(value_bytes, rates.value_read, piece_bytes))
-        else:
-            triggers_ms = 0.0
-            neurons_ms = self.cost.predicted_ms(trigger_bytes, value_bytes, rates.trigger_read, piece_bytes)
-            pieces_ms = _times(factor, neurons_ms)
-        sequential_ms = summed(fixed_ms, kv_ms, triggers_ms)
-        neurons_total_ms = summed(triggers_ms, pieces_ms)
-        waited_ms: float | None = 0.0
-        if self.device is not None:  # the workers wait while it computes a matrix
-            matrices_ms = self.device.matrices_ms(self.compute.held_matrices, batch)
-            waited_ms = summed(matrices_ms, self.device.waited_ms(device_ms, neurons_total_ms))
-            device_ms += matrices_ms
-        elif blocks or self.compute.held_matrices:
-            waited_ms = None  # an unmeasured device may be as fast as the workers, or a hundred times slower
-        flash_reads = self._step_reads(triggers, values, summed(fixed_ms, kv_ms), summed(neurons_total_ms, waited_ms))
+        flash_reads = self._step_reads(triggers, values, work.attention_ms, summed(work.neurons_ms, work.waited_ms))
         reads, read_bytes = sum(group.reads for group in flash_reads), sum(group.read_bytes for group in flash_reads)
         return _Step(
-            sequential_bytes=int(fixed_bytes + kv_bytes + (trigger_bytes if in_order else 0)),
-            pieces_bytes=int(value_bytes + (0 if in_order else trigger_bytes)),
-            piece_bytes=piece_bytes,
+            sequential_bytes=work.sequential_bytes,
+            pieces_bytes=work.pieces_bytes,
+            piece_bytes=self._piece_bytes,
             reads=reads,
             read_bytes=read_bytes,
             miss_rate=misses / max(1.0, accesses),
-            sequential_ms=sequential_ms,
-            pieces_ms=pieces_ms,
+            sequential_ms=work.sequential_ms,
+            pieces_ms=work.pieces_ms,
             read_overhead_ms=sum(
                 self.cost.read_overhead_ms(group.reads, group.read_bytes, self.io_wait.at_once(group))
                 for group in flash_reads
@@ -269,10 +250,31 @@ class _RunCost:
             exposed_ms=summed(
                 *map(self.io_wait.exposed_ms, flash_reads), embedding_ms(self.manifest, self.compute, self.cost, batch)
             ),
-            device_ms=device_ms,
-            waited_ms=waited_ms,
+            device_ms=work.device_ms,
+            waited_ms=work.waited_ms,
             flash_reads=tuple(flash_reads),
         )
+
+    def step_work(self, batch: int, position_tokens: int) -> StepWork:
+        sizes = StepBytes(self.manifest, self.rates, self.compute, self.memory)
+        return StepWork.of(
+            sizes,
+            self.cost,
+            self.device,
+            batch=batch,
+            position_tokens=position_tokens,
+            piece_bytes=self._piece_bytes,
+        )
+
+    @functools.cached_property
+    def _piece_bytes(self) -> int:
+        """Contiguous bytes of neurons. They are those of one sequence: further ones read the same rows, or rows of the
+        same size."""
+        in_order = self.rates.trigger_read == 1.0
+        triggers, values = self._triggers(1), self._values(1, self.rates.value_read)
+        size_bytes = self._bytes.value_rows(1) + (0.0 if in_order else self._bytes.trigger_rows(1))
+        pieces = values.accesses + (0.0 if in_order else triggers.accesses)
+        return max(1, int(size_bytes / pieces)) if pieces else neuron_row_bytes(self.manifest)
 
     @functools.cached_property
     def io_wait(self) -> IoWait:
@@ -282,26 +284,6 @@ class _RunCost:
     def _bytes(self) -> StepBytes:
         return StepBytes(self.manifest, self.rates, self.compute, self.memory)
 
-    def _divide_rows(self, batch: int, blocks: int) -> tuple[float, float, float]:
-        """Return the trigger bytes and value bytes of the workers' rows, and the time of the device for other rows. If
-        the device was not measured, all rows count as the workers'."""
-        rates = self.rates
-        trigger_bytes, value_bytes = self._bytes.trigger_rows(batch), self._bytes.value_rows(batch)
-        if self.device is None or not blocks:
-            return trigger_bytes, value_bytes, 0.0
-        share = offloaded_clusters(self.manifest.layout, blocks) / self.manifest.layout.clusters
-        activation_share = rates.activations_within(share)
-        work = OffloadedWork(
-            blocks=blocks,
-            batch=batch,
-            trigger_bytes=trigger_bytes * (activation_share if self.compute.mode == "predicted" else share),
-            value_bytes=value_bytes * activation_share,
-            share=(rates.trigger_read if self.compute.mode == "predicted" else rates.value_read)
-            * activation_share
-            / share,
-        )
-        return trigger_bytes - work.trigger_bytes, value_bytes - work.value_bytes, self.device.step_ms(work)
-
     def _step_reads(
         self, triggers: PartAccesses, values: PartAccesses, attention_ms: float | None, neurons_ms: float | None
     ) -> list[Reads]:
@@ -310,33 +292,23 @@ class _RunCost:
         attention_ms: time outside feed-forwards; it overlaps with reads that do not depend on the layer's attention
         neurons_ms: time of the feed-forwards
         """
-        layout, flash = self.manifest.layout, self.flash
-        all_triggers = self.compute.mode != "predicted"
-        before_attention = self.compute.prefetch and known_before_attention(self.manifest, self.compute)
-        if all_triggers and self.manifest.model.experts == 1:
-            issue_time, hidden_ms = IssueTime.AHEAD, summed(attention_ms, neurons_ms)
-        else:
-            issue_time, hidden_ms = (
-                IssueTime.TOGETHER,
-                summed(attention_ms, neurons_ms) if before_attention else neurons_ms,
-            )
+        order, among = self._read_order, self.rates.chosen * self.manifest.clusters
+        issue_time, hidden_ms = order.first_issued, neurons_ms
+        if issue_time == IssueTime.AHEAD or order.before_attention:
+            hidden_ms = summed(attention_ms, neurons_ms)
         if not self.compute.pipeline:
             hidden_ms = neurons_ms = 0.0
-        if flash.bundle:
-            reads, read_bytes = self._reads(triggers.misses, layout.cluster_stride_bytes, in_order=all_triggers)
-            if not all_triggers:
-                values_alone = int(triggers.misses * VALUES_ALONE)
-                reads, read_bytes = reads + values_alone, read_bytes + values_alone * layout.value_part_bytes
-            return [Reads(issue_time, reads, read_bytes, hidden_ms)]
-        trigger_reads, trigger_bytes = self._reads(triggers.misses, layout.trigger_part_bytes, in_order=all_triggers)
-        moved = self.memory.are_scales_moved
-        value_reads, value_bytes = self._reads(values.misses, layout.value_read_bytes(moved=moved))
-        if not all_triggers:
-            return [Reads(issue_time, trigger_reads + value_reads, trigger_bytes + value_bytes, hidden_ms)]
-        return [
-            Reads(issue_time, trigger_reads, trigger_bytes, hidden_ms),
-            Reads(IssueTime.ONE_BY_ONE, value_reads, value_bytes, neurons_ms),
-        ]
+        first = Reads(issue_time, *order.first(triggers.misses, among), hidden_ms)
+        if self.flash.bundle:
+            return [first]
+        later = Reads(IssueTime.ONE_BY_ONE, *order.values(values.misses, among), neurons_ms)
+        if order.in_order:
+            return [first, later]
+        return [Reads(issue_time, first.reads + later.reads, first.read_bytes + later.read_bytes, hidden_ms)]
+
+    @functools.cached_property
+    def _read_order(self) -> ReadOrder:
+        return ReadOrder(self.manifest, self.compute, self.memory, self.flash)
 
     def prompt_ms(self, tokens: int) -> float | None:
         """Return the time of a prompt of `tokens` tokens, chunk by chunk. None if something was not measured, or if a
@@ -364,7 +336,7 @@ class _RunCost:
         ) + values.accesses * matrices * neuron_row_bytes(self.manifest)
         neuron_bytes = int(accessed_bytes * layout.cluster_neurons)
         read_bytes = triggers.misses * layout.trigger_part_bytes + values.misses * layout.value_part_bytes
-        reads = -(-read_bytes // self.flash.most_read_bytes)
+        reads = read_bytes / self.flash.most_read_bytes
         moved_ms = self.cost.sequential_read_ms(
             self._bytes.fixed(tokens) + self._bytes.kv(before + tokens) + neuron_bytes
         )
@@ -380,16 +352,6 @@ class _RunCost:
             flash_ms=summed(flash_ms, embedding_ms(self.manifest, self.compute, self.cost, tokens)),
             exposed_ms=summed(exposed_ms, embedding_ms(self.manifest, self.compute, self.cost, tokens)),
         )
-
-    # ---- reads -----------------------------------------------------------------------------------------------
-    def _reads(self, misses: int, part_bytes: int, *, in_order: bool = False) -> tuple[int, int]:
-        """Return the number of reads for these misses, and their bytes including gaps.
-
-        part_bytes: bytes to read of each cluster
-        in_order: the misses of each feed-forward are contiguous, behind its pinned clusters
-        """
-        clusters = misses if in_order else self.rates.chosen * self.manifest.clusters
-        return joined_reads(misses, clusters, part_bytes, self.manifest.layout.cluster_stride_bytes, self.flash)
 
     # ---- parts -----------------------------------------------------------------------------------------------
     def _triggers(self, tokens: int, blocks: int = 0) -> PartAccesses:

@@ -175,7 +175,7 @@ class WorkCost:
         return gates * GATE_NS / self.workers / 1e6
 
     # ---- flash -----------------------------------------------------------------------------------------------
-    def flash_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:
+    def flash_ms(self, reads: float, read_bytes: float, at_once: float, depth: int) -> float | None:
         """Return the time of the storage for these reads; None if flash was not measured.
 
         Reads are issued in groups, with nothing in flight between two groups. A group takes the time of one read alone,
@@ -189,12 +189,12 @@ class WorkCost:
             return 0.0
         if self.curve is None:
             return None
-        size_bytes, at_once = max(1, read_bytes // reads), max(1.0, at_once)
+        size_bytes, at_once = max(1, int(read_bytes / reads)), max(1.0, at_once)
         first_ms = 1e3 * size_bytes / self.curve.bytes_per_s(size_bytes, 1)
         next_ms = 1e3 * size_bytes / self.curve.bytes_per_s(size_bytes, min(float(depth), at_once))
         return (first_ms + (at_once - 1) * next_ms) * reads / at_once
 
-    def storage_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:
+    def storage_ms(self, reads: float, read_bytes: float, at_once: float, depth: int) -> float | None:
         """Return the time of the storage, or that of a loader on a core of its own if it is longer.
 
         One process, the loader, submits, checks and copies all reads. Parameters and None are as in `flash_ms`.
@@ -204,7 +204,7 @@ class WorkCost:
             return flash_ms
         return max(flash_ms, reads * self._read_cpu_ms(read_bytes / reads, at_once, in_groups=True))
 
-    def read_overhead_ms(self, reads: int, read_bytes: int, at_once: float) -> float:
+    def read_overhead_ms(self, reads: float, read_bytes: float, at_once: float) -> float:
         """Return the processor time of reads that delays the workers, spread over their cores.
 
         0 if the loader has a core of its own. Parameters are as in `flash_ms`.

@@ -192,13 +192,15 @@ class _PinAllocator:
         return max_each if self._missed(average_slots, max_each) < self._missed(average_slots, few) else few
 
     def _missed(self, slots: PartSlots, each: int) -> int:
-        """Return how many clusters a token is expected to miss if `each` clusters of every feed-forward are pinned."""
+        """Return how many whole clusters a token is expected to miss if `each` clusters of every feed-forward are
+        pinned."""
         share = self._rates.trigger_read if self._whole or slots.part == "trigger" else self._rates.value_read
         resident = missing.ResidentSlots(occupied=slots.occupied_slots, pinned=min(each * self._ffns, slots.max_pinned))
         all_accessed = self._mode != "predicted" and (slots.part == "trigger" or self._whole)
-        return missing.part_accesses(
+        accesses = missing.part_accesses(
             self._manifest, self._rates, self._mode, share, resident, 1, all_accessed=all_accessed
-        ).misses
+        )
+        return int(accesses.misses)
 
     # ---- several sequences -----------------------------------------------------------------------------------
     def _saves(self, pins: tuple[_PartPins, _PartPins], fewer_pins: tuple[_PartPins, _PartPins]) -> bool:

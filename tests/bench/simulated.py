@@ -94,7 +94,7 @@ def simulate_cell(package: Package, words: list[str], case: Case, sequences: lis
         plan=plan_result.plan,
         facts=plan_result.search[1].chosen.device,
     )
-    middle = case.prompt_tokens + case.decode_tokens / 2
+    middle = case.prompt_tokens + case.decode_tokens // 2
     return simulated_row(simulate_plan(run, sequences, 1, context_tokens=middle, prompt_tokens=case.prompt_tokens)[0])
 
 

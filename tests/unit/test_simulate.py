@@ -15,19 +15,17 @@ import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.activity.replacement_policies import Clock
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.lab.devices.device_file import FOLDER, DeviceModel, read_device, this_machine
 from neuronpipe.plans.lab.paper.paper import DOCUMENT, off, our_prefill_line, published, row_line, simulated
 from neuronpipe.plans.lab.shapes.models import model_named, model_of
-from neuronpipe.plans.lab.simulate.caching import NativeClock
 from neuronpipe.plans.lab.simulate.decode import Situation
 from neuronpipe.plans.lab.simulate.events import Simulation
 from neuronpipe.plans.lab.simulate.npu_prefill import Graphs, NpuPrefill, simulate_npu_prefill
 from neuronpipe.plans.lab.simulate.recording import Recording
 from neuronpipe.plans.lab.simulate.simulate import Result, SimulationOptions, simulate
-from neuronpipe.plans.lab.simulate.systems import SYSTEMS
+from neuronpipe.plans.lab.simulate.systems import OURS, SYSTEMS
 from neuronpipe.plans.lab.simulate.task_times import FileCosts
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
@@ -44,7 +42,7 @@ def phone() -> DeviceModel:
     return read_device(PHONE)
 
 
-def small(phone: DeviceModel, policy: str = "ours", **options: Any) -> Result:
+def small(phone: DeviceModel, policy: str = "powerinfer2", **options: Any) -> Result:
     """A run of a small model."""
     return simulate(phone, model_named(SMALL), SYSTEMS[policy], SimulationOptions(**({"tokens": 24} | options)))[0]
 
@@ -123,29 +121,6 @@ def test_the_same_seed_gives_the_same_figures(phone: DeviceModel) -> None:
     assert small(phone, resident=0.5) != small(phone, resident=0.5, seed=2)
 
 
-def test_the_services_own_clock_misses_what_its_model_misses() -> None:
-    random = np.random.default_rng(3)
-    shares = np.sort(random.beta(0.5, 3.0, 4096))[::-1]
-    order = np.arange(4096)
-    native, clock = NativeClock(order, 2048, 0.25), Clock(order, 2048, 0.25, max_uses=7)
-    rates = [0, 0]
-    for _ in range(300):
-        wanted = np.flatnonzero(random.random(4096) < shares)
-        rates[0], rates[1] = rates[0] + native.step(wanted), rates[1] + clock.step(wanted)
-        assert native.resident.sum() == 2048
-        assert native.resident[native.pinned].all()
-    assert rates[0] == pytest.approx(rates[1], rel=0.03)
-
-
-def test_a_package_without_a_predictor_is_computed_exactly_and_keeps_first_parts_first(phone: DeviceModel) -> None:
-    model = dataclasses.replace(model_named(SMALL), predictor_rank=0)
-    half, _ = simulate(phone, model, SYSTEMS["ours"], SimulationOptions(resident=0.5, tokens=12))
-    assert half.looked_miss_rate == 0  # a third of the bytes
-    assert half.miss_rate > 0.05
-    quarter, _ = simulate(phone, model, SYSTEMS["ours"], SimulationOptions(resident=0.25, tokens=12))
-    assert quarter.looked_miss_rate == pytest.approx(0.25, abs=0.01)
-
-
 @pytest.mark.parametrize(("quantization", "bits"), [("q4", 4.5), ("q4k", 4.5), ("q5k", 5.5), ("iq4", 4.5), ("q8", 8.5)])
 def test_a_package_is_simulated_whatever_its_quantization(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], quantization: Quantization, bits: float
@@ -161,9 +136,10 @@ def test_a_recording_is_simulated_as_it_was(phone: DeviceModel) -> None:
     spec = model.spec
     wanted = np.full((8, spec.layers, 1), 0b1111, dtype=np.uint8)
     recording = Recording(wanted, np.ones((8, spec.layers, 1), dtype=bool), 8, True, "four of eight, always")
-    result, _ = simulate(phone, model, SYSTEMS["ours"], SimulationOptions(resident=0.5, tokens=16), recording=recording)
+    flash = SYSTEMS["llm-in-a-flash"]
+    result, _ = simulate(phone, model, flash, SimulationOptions(resident=0.5, tokens=16), recording=recording)
     assert result.miss_rate == 0.0  # the same four fit
-    less, _ = simulate(phone, model, SYSTEMS["ours"], SimulationOptions(resident=0.25, tokens=16), recording=recording)
+    less, _ = simulate(phone, model, flash, SimulationOptions(resident=0.25, tokens=16), recording=recording)
     assert less.miss_rate > 0.4
 
 
@@ -382,10 +358,9 @@ def test_the_documents_prefill_by_our_worker_is_the_simulators() -> None:
 
 def test_rows_that_are_made_faster_or_sooner_make_our_prompt_shorter(phone: DeviceModel) -> None:
     model = dataclasses.replace(model_named(SMALL), active=0.1)
-    ours = SYSTEMS["ours"]
 
     def found(device: DeviceModel, resident: float = 1.0, tokens: int = 128) -> NpuPrefill:
-        return simulate_npu_prefill(Situation(device, model, ours, FileCosts(device, model, ours), 0, resident), tokens)
+        return simulate_npu_prefill(Situation(device, model, OURS, FileCosts(device, model, OURS), 0, resident), tokens)
 
     def times(factor: float, field: str) -> DeviceModel:
         value = getattr(phone, field)

@@ -42,7 +42,7 @@ from neuronpipe.plans.lab.simulate.simulate import (
     simulate,
     simulate_plan,
 )
-from neuronpipe.plans.lab.simulate.systems import SYSTEMS, system_named
+from neuronpipe.plans.lab.simulate.systems import OURS, POLICIES, system_named
 from neuronpipe.plans.lab.synth.trajectory import PRESETS
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.number_format import show_number
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("device", metavar="DEVICE", help=f"one of {devices}, or a device file")
     add_package_argument(parser, has_default=False, shapes=f"; or a shape: {', '.join(known_models())}")
     parser.add_argument(
-        "--policy", choices=SYSTEMS, default="ours", help="system to simulate (default: ours, neuronpipe)"
+        "--policy", choices=POLICIES, default=OURS.name, help="system to simulate (default: ours, neuronpipe)"
     )
     parser.add_argument("--memory", type=parse_bytes, metavar="BYTES", help="memory limit of the whole run, e.g. 7GB")
     parser.add_argument(
@@ -107,9 +107,9 @@ def main(arguments: argparse.Namespace) -> int:
     with Elapsed(plain=arguments.json) as elapsed:
         elapsed.say("simulating")  # on a busy machine the imports alone have taken seconds
     system = system_named(arguments.policy)
-    has_plan = system.name == "ours" and arguments.batch == 1
+    has_plan = system is OURS
     if arguments.mode is not None and not has_plan:
-        raise UserError(f"--mode {arguments.mode}: only with policy ours and one sequence, which have a plan")
+        raise UserError(f"--mode {arguments.mode}: only with policy ours, which has a plan")
     machine = _this_machine(package) if arguments.device == THIS_MACHINE else None
     device = read_device(arguments.device) if machine is None else this_machine(machine)
     options = SimulationOptions(
@@ -125,7 +125,10 @@ def main(arguments: argparse.Namespace) -> int:
     traced = TRACED_TOKENS if arguments.output or arguments.picture else 0
     if has_plan:
         plan_options = PlanOptions(
-            memory_bytes=arguments.memory, ffn_resident_share=arguments.ffn_resident, mode=arguments.mode
+            memory_bytes=arguments.memory,
+            ffn_resident_share=arguments.ffn_resident,
+            sequences=options.batch,
+            mode=arguments.mode,
         )
         run = _plan_run(model, package, machine, device, plan_options)
         sequences, sampled = sequences_of(run.manifest, run.plan.compute.mode, options, recording)
@@ -136,6 +139,7 @@ def main(arguments: argparse.Namespace) -> int:
                 sequences,
                 1,
                 sampled=sampled,
+                batch=options.batch,
                 context_tokens=run.plan.compute.context_tokens // 2,
                 prompt_tokens=options.prompt_tokens,
                 traced_tokens=traced,

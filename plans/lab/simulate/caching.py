@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from neuronpipe.native import ffi, lib
-from neuronpipe.plans.activity.replacement_policies import Ids, Lru, Policy, Static
+from neuronpipe.plans.activity.replacement_policies import Lru
 from neuronpipe.plans.lab.simulate.systems import System
 from neuronpipe.plans.lab.simulate.workload import LayerDemand, Workload
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Counts = NDArray[np.float64]
-VALUE_ROWS = 2  # of a neuron with a gate: Up and Down
-
-
-class NativeClock(Policy):
-    """The replacement of the services: native/residency/clock.c evicts from residency entries.
-
-    Clusters that the current layer wants are referenced before evictions, so that the hand spares them. There is no
-    read window. A window around a whole layer would move the hand along with the layers to their first entries, which
-    are the most frequent, and would double the misses.
-    """
-
-    def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
-        super().__init__(order, slots, pinned_share)
-        self._words = np.zeros(len(order), dtype=np.uint32)
-        self._words[self.resident] = lib.NP_ENTRY_PRESENT | np.arange(int(self.resident.sum()), dtype=np.uint32)
-        self._words[self.pinned] |= np.uint32(lib.NP_ENTRY_PINNED)
-        self._pointer: Any = ffi.from_buffer("uint32_t[]", self._words)
-        self._hand: Any = ffi.new("size_t *", 0)
-
-    def _record_access(self, ids: Ids) -> None:
-        self._words[ids] |= np.uint32(lib.NP_ENTRY_REFERENCED)
-
-    def _choose_victims(self, free: NDArray[np.bool_], count: int) -> Ids:
-        slots: Any = ffi.new("uint32_t[]", count)
-        slot_count = lib.np_clock_take(self._pointer, len(self._words), self._hand, ffi.NULL, 0, count, slots)
-        self._slots = np.frombuffer(ffi.buffer(slots), dtype=np.uint32)[:slot_count].copy()
-        is_evicted = self.resident & (self._words & lib.NP_ENTRY_STATE_MASK != lib.NP_ENTRY_PRESENT)
-        return np.flatnonzero(is_evicted)
-
-    def _record_load(self, loaded: Ids) -> None:
-        self._words[loaded] = self._slots | np.uint32(lib.NP_ENTRY_PRESENT | lib.NP_ENTRY_REFERENCED)
 
 
 @frozen
@@ -90,13 +56,11 @@ def traffic(
     batch: int,
     skipped_tokens: int,
     *,
-    exact: bool = False,
     stream_from: float = 1.0,
 ) -> Traffic:
     """Return the lookups and misses of a workload, without its first skipped_tokens.
 
     resident: share of all neurons that memory holds, hot ones included
-    exact: the trigger part of every neuron is looked up
     stream_from: neurons that at least this share of the tokens wants are read sequentially for every token, if the
         cache is too small for the cold neurons of a token
     """
@@ -106,7 +70,7 @@ def traffic(
         pinned_share = min(resident, system.hot_share(1.0, batch))
         hot_share = max(pinned_share, float((workload.frequency >= stream_from).mean()))
     hot = _hot(workload, hot_share)
-    cache = _cache(workload, system, resident, hot, exact)
+    cache = _cache(workload, system, resident, hot)
     layers = len(workload.tokens[0])
     counts = np.zeros((6, len(workload.tokens), layers))
     for n, token in enumerate(workload.tokens):
@@ -165,18 +129,7 @@ class _Neurons(_Nothing):
         return int(missing.sum()), int(values.sum()), int((fires & missing).sum())
 
 
-class _Parts(_Nothing):
-    """Separate caches for trigger and value parts, as in the services."""
-
-    def __init__(self, triggers: Policy, values: Policy) -> None:
-        self._triggers, self._values = triggers, values
-
-    def look(self, demand: LayerDemand) -> tuple[int, int, int]:
-        values = self._values.step(demand.looked[demand.fires])
-        return self._triggers.step(demand.looked), values, values
-
-
-def _cache(workload: Workload, system: System, resident: float, hot: NDArray[np.bool_], exact: bool) -> _Nothing:
+def _cache(workload: Workload, system: System, resident: float, hot: NDArray[np.bool_]) -> _Nothing:
     order = workload.order
     if resident >= 1:
         return _Everything()
@@ -185,10 +138,5 @@ def _cache(workload: Workload, system: System, resident: float, hot: NDArray[np.
     slots = max(0, int(resident * len(order)) - int(hot.sum()))
     if slots == 0:
         return _Nothing()
-    if system.cache == "clock":
-        if exact:  # like the planner: triggers first, since each resident one saves a read in every token
-            triggers = min(len(order), (1 + VALUE_ROWS) * slots)
-            return _Parts(Static(order, triggers, 1.0), NativeClock(order, slots - (triggers - slots) // VALUE_ROWS))
-        return _Parts(NativeClock(order, slots), NativeClock(order, slots))
     cold_first = np.concatenate((order[~hot[order]], order[hot[order]]))
     return _Neurons(Lru(cold_first, slots), len(order))

@@ -10,7 +10,7 @@ from neuronpipe.plans.lab.shapes.models import SCALE_BITS, SimulatedModel
 from neuronpipe.plans.lab.simulate.caching import Traffic
 from neuronpipe.plans.lab.simulate.events import Simulation, Task, TaskSpan, Use
 from neuronpipe.plans.lab.simulate.systems import System
-from neuronpipe.plans.lab.simulate.task_times import Costs, Kernel
+from neuronpipe.plans.lab.simulate.task_times import Costs, FileCosts, PlannedCosts, Read, Work
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.protocol.frozen import frozen
 
@@ -26,7 +26,6 @@ class Situation:
 
     context_tokens: mean number of tokens before a generated one
     resident: share of the feed-forward's weights in memory
-    repeat: mean number of sequences that want a neuron that any sequence wants
     """
 
     device: DeviceModel
@@ -36,7 +35,6 @@ class Situation:
     context_tokens: float
     resident: float
     batch: int = 1
-    repeat: float = 1.0
 
 
 @frozen
@@ -50,9 +48,9 @@ class Decoded:
 
     token_s: tuple[float, ...]
     use: Use
-    dram_bytes_per_token: float
-    flash_bytes_per_token: float
-    flash_reads_per_token: float
+    dram_bytes_per_step: float
+    flash_bytes_per_step: float
+    flash_reads_per_step: float
     trace: tuple[tuple[TaskSpan, ...], ...]
 
 
@@ -107,16 +105,18 @@ class _Token:
 
     def run(self) -> float:
         """Simulate the step and return its duration in seconds."""
+        earlier: list[Task] = []  # the end of the layer before the one before
         before: list[Task] = []
         for layer in range(self._model.spec.layers):
-            before = [self._mapped(layer, before) if self._system.mapped else self._layer(layer, before)]
-        self._on_cores("logits", 0, self._model.output_bytes, before, tokens=self._situation.batch)
+            end = self._mapped(layer, before) if self._system.mapped else self._layer(layer, before, earlier)
+            earlier, before = before, [end]
+        self._on_cores("logits", 0, self._costs.output(), before)
         self.simulation.run()
         between_s = self._costs.message_s()
         self.simulation.use.total_s += between_s
         return self.simulation.now_s + between_s
 
-    def _layer(self, layer: int, before: list[Task]) -> Task:
+    def _layer(self, layer: int, before: list[Task], earlier: list[Task]) -> Task:
         early = self._system.early
         predicted = self._predict(layer, before) if early else []
         attended = self._attention(layer, [*before, *predicted])
@@ -125,30 +125,23 @@ class _Token:
         ends = [*attended, *predicted]
         if self._traffic.hot_share:
             ends.append(self._hot(layer, [*attended, *self._stream(layer, before, attended)]))
-        reads_from = predicted
+        reads_from = earlier if isinstance(self._costs, PlannedCosts) and self._costs.reads_ahead else predicted
         computes_from = [*attended, *predicted]
         ends += self._cold(layer, reads_from, computes_from)
         return self.simulation.add("none", "", layer, seconds=self._costs.layer_s(), after=ends)
 
     def _attention(self, layer: int, after: list[Task]) -> list[Task]:
+        if not self._system.npu:
+            return self._on_cores("attend", layer, self._costs.attend(), after)
         model = self._model
         keys = model.key_value_layer_bytes(self._situation.context_tokens) * self._situation.batch
-        weights = model.mixer_layer_bytes
-        if not self._system.npu:
-            return self._on_cores("attend", layer, weights + keys, after, tokens=self._situation.batch)
         start = self._device.npu_start_us.value * 1e-6
-        bytes = weights * (1 - SCALE_BITS / model.bits_per_weight) + keys  # per-channel scales
+        bytes = model.mixer_layer_bytes * (1 - SCALE_BITS / model.bits_per_weight) + keys  # per-channel scales
         return [self.simulation.add("npu", "attend", layer, seconds=start, bytes=bytes, after=after)]
 
     def _predict(self, layer: int, after: list[Task]) -> list[Task]:
-        model, n = self._model, self._number
-        bytes = model.spec.mean_active_experts * model.predictor_bytes(1 - self._traffic.hot_share)
-        looked = float(self._traffic.looked[n, layer])
-        lookups = self._costs.lookups_s(looked / self.simulation.cores)
-        bytes *= bool(model.predictor_rank)
-        return self._on_cores(
-            "predict", layer, bytes, after, value=round(looked), seconds=lookups, tokens=self._situation.batch
-        )
+        looked = float(self._traffic.looked[self._number, layer])
+        return self._on_cores("predict", layer, self._costs.predict(looked), after, value=round(looked))
 
     def _hot(self, layer: int, after: list[Task]) -> Task:
         model = self._model
@@ -169,45 +162,35 @@ class _Token:
         return [self._from_flash(layer, size, seconds, before if model.spec.experts == 1 else attended)]
 
     def _cold(self, layer: int, reads_from: list[Task], computes_from: list[Task]) -> list[Task]:
-        t, n = self._traffic, self._number
+        t, n, costs = self._traffic, self._number, self._costs
         looked, fire = float(t.looked[n, layer]), float(t.fire[n, layer])
         triggers, values = float(t.trigger_misses[n, layer]), float(t.value_misses[n, layer])
-        all_bytes, repeat = self._computed_bytes(looked, fire), self._situation.repeat
         if not self._system.pipeline:
             after = [*computes_from, *self._reads(layer, triggers, reads_from)]
-            return self._on_cores("neurons", layer, all_bytes, after, value=round(fire), tokens=repeat)
-        if self._costs.gates_name_values:
+            return self._on_cores("neurons", layer, costs.neurons(looked, fire), after, value=round(fire))
+        if costs.gates_name_values:
             return self._named_by_gates(layer, reads_from, computes_from)
-        resident_bytes = max(0.0, all_bytes - self._computed_bytes(triggers, values))
-        ends = self._on_cores("neurons", layer, resident_bytes, computes_from, value=round(fire), tokens=repeat)
+        resident = costs.neurons(max(0.0, looked - triggers), max(0.0, fire - values))
+        ends = self._on_cores("neurons", layer, resident, computes_from, value=round(fire))
         return ends + self._pipelined(layer, triggers, values, reads_from, computes_from)
-
-    def _computed_bytes(self, looked: float, fire: float) -> float:
-        """Return the bytes of the computed rows: trigger rows of all looked up neurons, value rows of those that fire.
-        A system without two phases computes all rows except Down of every looked up neuron."""
-        value_rows = self._model.value_rows
-        first = 1 if self._system.reads == "two-phase" else value_rows
-        rows = first * looked * self._costs.rows + (1 + value_rows - first) * fire * self._costs.value_rows
-        return rows * self._model.row_bytes
 
     def _named_by_gates(self, layer: int, reads_from: list[Task], computes_from: list[Task]) -> list[Task]:
         """Add a layer block by block, as the engine computes it in exact mode: the resident gates of a block, then the
         resident values of neurons that fired. Missing values are read when their gate has fired."""
-        t, n, costs, repeat = self._traffic, self._number, self._costs, self._situation.repeat
+        t, n, costs = self._traffic, self._number, self._costs
         looked, fire = float(t.looked[n, layer]), float(t.fire[n, layer])
         triggers, values = float(t.trigger_misses[n, layer]), float(t.value_misses[n, layer])
         of_missing_gates = values * triggers / max(1.0, looked)
-        named_values = values - of_missing_gates
-        value_bytes = costs.value_rows * self._model.value_rows * self._model.row_bytes
-        gate_bytes = max(0.0, looked - triggers) * costs.rows * self._model.row_bytes
-        resident_bytes = max(0.0, fire - values) * value_bytes
+        named_values = (values - of_missing_gates) / READ_GROUPS
+        gates_work = costs.neurons(max(0.0, looked - triggers) / READ_GROUPS, 0.0)
+        resident = costs.neurons(0.0, max(0.0, fire - values) / READ_GROUPS)
         ends = self._pipelined(layer, triggers, of_missing_gates, reads_from, computes_from)
         after = computes_from
         for _ in range(READ_GROUPS):
-            gates = self._on_cores("neurons", layer, gate_bytes / READ_GROUPS, after, tokens=repeat)
-            read = self._read(layer, named_values / READ_GROUPS, costs.parts.value_bytes, gates, values, first=False)
-            after = self._on_cores("neurons", layer, resident_bytes / READ_GROUPS, gates, tokens=repeat)
-            ends += [*after, self._cluster(layer, named_values * value_bytes / READ_GROUPS, [read])]
+            gates = self._on_cores("neurons", layer, gates_work, after)
+            read = self._read(layer, costs.read_values(named_values, values), gates)
+            after = self._on_cores("neurons", layer, resident, gates)
+            ends += [*after, self._cluster(layer, costs.neurons(0.0, named_values), [read])]
         return ends
 
     def _pipelined(
@@ -215,46 +198,35 @@ class _Token:
     ) -> list[Task]:
         """Add missing clusters in groups, each in the stages of PowerInfer-2's paper: gate I/O, gate, up and down I/O,
         up and down."""
-        model, costs, ends = self._model, self._costs, []
+        costs, ends = self._costs, []
         groups = min(READ_GROUPS, math.ceil(max(triggers, values)))
-        gate_bytes = triggers * costs.rows * model.row_bytes
-        rest_bytes = values * costs.value_rows * model.value_rows * model.row_bytes
         for _ in range(groups):
+            gates, rest = triggers / groups, values / groups
+            first_read = self._read(layer, costs.read_first(gates, triggers), reads_from)
             if costs.whole:
-                read = self._read(layer, triggers / groups, costs.parts.whole_bytes, reads_from, triggers)
-                ends.append(self._cluster(layer, (gate_bytes + rest_bytes) / groups, [read, *computes_from]))
+                ends.append(self._cluster(layer, costs.neurons(gates, rest), [first_read, *computes_from]))
                 continue
-            gate_read = self._read(layer, triggers / groups, costs.parts.trigger_bytes, reads_from, triggers)
-            gate = self._cluster(layer, gate_bytes / groups, [gate_read, *computes_from])
-            rest_read = self._read(layer, values / groups, costs.parts.value_bytes, [gate], values, first=False)
-            ends.append(self._cluster(layer, rest_bytes / groups, [rest_read]))
+            gate = self._cluster(layer, costs.neurons(gates, 0.0), [first_read, *computes_from])
+            rest_read = self._read(layer, costs.read_values(rest, values), [gate])
+            ends.append(self._cluster(layer, costs.neurons(0.0, rest), [rest_read]))
         return ends
 
     def _reads(self, layer: int, triggers: float, after: list[Task]) -> list[Task]:
+        """Add the reads of a system without a pipeline."""
+        assert isinstance(self._costs, FileCosts)
+        row, value_rows, costs = self._model.row_bytes, self._model.value_rows, self._costs
         if not triggers:
             return []
-        row, value_rows = self._model.row_bytes, self._model.value_rows
         if self._system.reads == "matrices":
-            return [self._read(layer, triggers * (1 + value_rows), _spanned(row), after)]
+            return [self._read(layer, costs.read(triggers * (1 + value_rows), _spanned(row)), after)]
         if self._system.reads == "row-column":
-            gate = self._read(layer, triggers, _spanned(row), after)
-            return [gate, self._read(layer, triggers, _spanned(value_rows * row), after)]
-        return [self._read(layer, triggers, self._costs.parts.whole_bytes, after)]
+            gate = self._read(layer, costs.read(triggers, _spanned(row)), after)
+            return [gate, self._read(layer, costs.read(triggers, _spanned(value_rows * row)), after)]
+        return [self._read(layer, costs.read_both(triggers), after)]
 
-    def _read(
-        self,
-        layer: int,
-        count: float,
-        part_bytes: float,
-        after: list[Task],
-        at_once: float | None = None,
-        *,
-        first: bool = True,
-    ) -> Task:
-        """Add the read of `count` parts of one size. Parameters as in `Costs.read`; at_once: None: `count`."""
-        if count <= 0:
+    def _read(self, layer: int, read: Read, after: list[Task]) -> Task:
+        if read.reads <= 0:
             return self.simulation.add("none", "", layer, after=after)
-        read = self._costs.read(count, part_bytes, count if at_once is None else at_once, first=first)
         self.flash_bytes, self.flash_reads = self.flash_bytes + read.bytes, self.flash_reads + read.reads
         task = self._from_flash(layer, read.bytes, read.seconds, after)
         if not read.loader_s:
@@ -266,27 +238,15 @@ class _Token:
             "flash", "read", layer, seconds=seconds, bytes=bytes, after=after, value=round(bytes)
         )
 
-    def _cluster(self, layer: int, bytes: float, after: Sequence[Task]) -> Task:
-        busy = self._costs.core_s("neurons", bytes, self._situation.repeat)
-        return self.simulation.add("cpu", "neurons", layer, seconds=busy, bytes=bytes, after=after)
+    def _cluster(self, layer: int, work: Work, after: Sequence[Task]) -> Task:
+        seconds = work.seconds * self.simulation.cores
+        return self.simulation.add("cpu", "neurons", layer, seconds=seconds, bytes=work.bytes, after=after)
 
-    def _on_cores(
-        self,
-        kind: str,
-        layer: int,
-        bytes: float,
-        after: Sequence[Task],
-        *,
-        tokens: float,
-        seconds: float = 0.0,
-        value: int = 0,
-    ) -> list[Task]:
+    def _on_cores(self, kind: str, layer: int, work: Work, after: Sequence[Task], *, value: int = 0) -> list[Task]:
         cores = self.simulation.cores
-        kernel: Kernel = "neurons" if kind == "neurons" else "matrix"
-        busy = seconds + self._costs.core_s(kernel, bytes / cores, tokens)
         return [
             self.simulation.add(
-                "cpu", kind, layer, seconds=busy, bytes=bytes / cores, after=after, value=value // cores
+                "cpu", kind, layer, seconds=work.seconds, bytes=work.bytes / cores, after=after, value=value // cores
             )
             for _ in range(cores)
         ]
@@ -294,6 +254,7 @@ class _Token:
     def _mapped(self, layer: int, before: list[Task]) -> Task:
         """Add a dense layer that reads mapped pages. If the model does not fit memory, all pages miss, since the page
         cache is LRU and layers are read in a cycle."""
+        assert isinstance(self._costs, FileCosts)
         model, spec = self._model, self._model.spec
         attended = self._attention(layer, before)
         bytes = spec.neurons * model.neuron_bytes * spec.mean_active_experts
@@ -302,5 +263,5 @@ class _Token:
             seconds = bytes / self._device.sequential_bytes_per_s(MAPPED_READ_BYTES)
             self.flash_bytes, self.flash_reads = self.flash_bytes + bytes, self.flash_reads + bytes / MAPPED_READ_BYTES
             after = [self._from_flash(layer, bytes, seconds, attended)]
-        ends = self._on_cores("neurons", layer, bytes, after, tokens=self._situation.batch)
+        ends = self._on_cores("neurons", layer, self._costs.products(bytes, self._situation.batch), after)
         return self.simulation.add("none", "", layer, seconds=2e-6 * self._device.barrier_us.value, after=ends)

@@ -85,6 +85,8 @@ def planned_traffic(
     sequences: Sequence[SequenceDemand],
     skipped_sequences: int,
     sampled: int | None = None,
+    *,
+    batch: int = 1,
 ) -> Traffic:
     """Return the lookups and misses of clusters in all sequences except the first skipped_sequences.
 
@@ -92,6 +94,7 @@ def planned_traffic(
     triggers, and the values of clusters that fire. Misses are counted as in `bench`.
 
     sampled: number of clusters of a feed-forward in the sequences; None: all of the package's
+    batch: sequences of each step
     """
     model, memory, flash = manifest.model, plan.memory, plan.flash
     clusters = sampled or manifest.layout.clusters
@@ -102,7 +105,7 @@ def planned_traffic(
         counts = np.diff(np.round(np.cumsum(pinned) / scale), prepend=0).astype(int).tolist()
         return Region(clusters, slots=round(slots / scale), reserve=round(reserve / scale), pinned=counts)
 
-    pinned_triggers, pinned_values = memory.pins_for(1).counts(model.ffns)
+    pinned_triggers, pinned_values = memory.pins_for(batch).counts(model.ffns)
     triggers = region(memory.trigger_slots, flash.reserved_triggers, pinned_triggers)
     values = region(memory.value_slots, flash.reserved_values, pinned_values)
     predicted, whole = plan.compute.mode == "predicted", reads_whole(plan.compute, flash)

@@ -8,25 +8,28 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from neuronpipe.plans.cost.activation_rates import rates
-from neuronpipe.plans.cost.io_wait import known_before_attention
-from neuronpipe.plans.cost.token_time import expected, shares_core
-from neuronpipe.plans.cost.work_cost import WorkCost
+from neuronpipe.plans.cost.step_reads import ReadOrder
+from neuronpipe.plans.cost.token_time import expected
+from neuronpipe.plans.lab.devices.device_description import planner_device
 from neuronpipe.plans.lab.devices.device_file import DeviceModel
 from neuronpipe.plans.lab.shapes.models import SimulatedModel, model_of
+from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
 from neuronpipe.plans.lab.simulate.caching import Traffic, traffic
 from neuronpipe.plans.lab.simulate.decode import Decoded, Situation, decode
 from neuronpipe.plans.lab.simulate.npu_prefill import has_npu_worker
 from neuronpipe.plans.lab.simulate.prefill import prefill_s
 from neuronpipe.plans.lab.simulate.recording import Recording
 from neuronpipe.plans.lab.simulate.residency import SequenceDemand, planned_traffic
-from neuronpipe.plans.lab.simulate.systems import SYSTEMS, System
+from neuronpipe.plans.lab.simulate.systems import OURS, System
 from neuronpipe.plans.lab.simulate.task_times import FileCosts, PlannedCosts
 from neuronpipe.plans.lab.simulate.workload import Workload, generated, in_clusters, recorded
 from neuronpipe.plans.lab.synth.trajectory import PRESETS
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.borrowed_memory import with_borrowed_slots
 from neuronpipe.plans.plan.document import Mode, Plan
-from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.device_facts import DeviceFacts, device_facts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -117,30 +120,28 @@ def simulate(
     progress: as in `decode`
     """
     _check(options)
-    system, model = system.on(device), _as_computed(model, system)
+    system = system.on(device)
     resident = resident_share(model, options)
     work = _workload(model, options, recording)
     progress(0, options.tokens)
-    costs = FileCosts(device, model, system)
     counts = traffic(
         work,
         system,
         resident,
         options.batch,
         min(SKIPPED_TOKENS, len(work.tokens) // 2),
-        exact=model.predicted >= 1,
-        stream_from=costs.stream_from(),
+        stream_from=FileCosts(device, model, system).stream_from(),
     )
-    situation = Situation(
+    costs = FileCosts(
         device,
         model,
         system,
-        costs,
-        options.context_tokens,
-        resident,
-        options.batch,
-        _repeat(model, counts, options.batch),
+        context_tokens=options.context_tokens,
+        batch=options.batch,
+        repeat=_repeat(model, counts, options.batch),
+        hot_share=counts.hot_share,
     )
+    situation = Situation(device, model, system, costs, options.context_tokens, resident, options.batch)
     decoded = decode(situation, counts, traced_tokens, progress)
     prefill = options.prompt_tokens / prefill_s(situation, options.prompt_tokens)
     return _result(situation, counts, decoded, prefill), decoded
@@ -155,13 +156,12 @@ class PlannedRun:
     plan: Plan
     facts: DeviceFacts
 
-    @property
-    def cost(self) -> WorkCost:
-        compute, facts = self.plan.compute, self.facts
-        workers, shared = compute.decode_workers(), shares_core(compute)
-        return WorkCost(
-            self.manifest, compute.mode, len(workers), shared, facts.flash, facts.memory_speed, facts.profile
-        )
+
+def run_of_shape(device: DeviceModel, model: SimulatedModel, options: PlanOptions) -> PlannedRun:
+    """Return a shape's run on a described device, planned by the rules. Raises UserError, as `make_plan` does."""
+    manifest = manifest_of_shape(model)
+    facts = device_facts(planner_device(device, manifest))
+    return PlannedRun(device=device, manifest=manifest, plan=make_plan(manifest, facts, options), facts=facts)
 
 
 def simulate_plan(
@@ -170,7 +170,8 @@ def simulate_plan(
     skipped_sequences: int,
     *,
     sampled: int | None = None,
-    context_tokens: float,
+    batch: int = 1,
+    context_tokens: int,
     prompt_tokens: int,
     traced_tokens: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
@@ -179,41 +180,46 @@ def simulate_plan(
 
     Sequences are generated one after the other. Raises UserError if the device was not measured.
 
+    batch: sequences of each step, whose clusters are in `sequences` together
     skipped_sequences: number of first sequences, which only fill the cache
     sampled: as in `planned_traffic`
     context_tokens: mean number of tokens before a generated one
     prompt_tokens: tokens of a prompt, whose speed is that of the cost model, or simulated on an NPU
     """
-    manifest, plan = run.manifest, run.plan
-    dense = manifest.model.experts == 1 and plan.compute.mode != "predicted"
-    early = plan.compute.prefetch and (dense or known_before_attention(manifest, plan.compute))
-    system = dataclasses.replace(SYSTEMS["ours"].on(run.device), early=early, cores=len(plan.compute.decode_workers()))
-    model = model_of(manifest)
-    if plan.compute.mode != "predicted":
-        model = dataclasses.replace(model, predictor_rank=0)
-    memory = with_borrowed_slots(manifest, plan.compute, plan.memory, tokens=int(context_tokens) + 1)
-    counts = planned_traffic(manifest, dataclasses.replace(plan, memory=memory), sequences, skipped_sequences, sampled)
-    costs = PlannedCosts(
-        manifest, plan, run.cost, *(float(each.sum(axis=1).mean()) for each in (counts.looked, counts.fire))
+    manifest, measured = run.manifest, run.facts.measured
+    memory = with_borrowed_slots(manifest, run.plan.compute, run.plan.memory, tokens=context_tokens + 1)
+    plan = dataclasses.replace(run.plan, memory=memory)
+    system = dataclasses.replace(
+        OURS.on(run.device),
+        early=ReadOrder(manifest, plan.compute, memory, plan.flash).before_attention,
+        cores=len(plan.compute.decode_workers()),
     )
-    resident = plan.memory.slots_bytes / plan.memory.ffn_bytes
-    situation = Situation(run.device, model, system, costs, context_tokens, resident)
+    model = model_of(manifest)
+    counts = planned_traffic(manifest, plan, sequences, skipped_sequences, sampled, batch=batch)
+    costs = PlannedCosts(
+        manifest,
+        plan,
+        measured,
+        batch=batch,
+        position_tokens=context_tokens,
+        looked=float(counts.looked.sum(axis=1).mean()),
+        fire=float(counts.fire.sum(axis=1).mean()),
+    )
+    resident = memory.slots_bytes / memory.ffn_bytes
+    situation = Situation(run.device, model, system, costs, context_tokens, resident, batch)
     decoded = decode(situation, counts, traced_tokens, progress)
     expects = expected(
         manifest,
         rates(manifest, plan.compute.mode),
         plan.compute,
-        plan.memory,
+        run.plan.memory,
         plan.flash,
-        run.facts.flash,
-        run.facts.memory_speed,
-        run.facts.profile,
+        *measured,
         prompt_tokens=prompt_tokens,
     )
     prefill_tokens_per_s = expects.prefill_tokens_per_s or 0.0
     if run.device.has_npu and has_npu_worker(model.spec):
-        by_file = dataclasses.replace(situation, costs=FileCosts(run.device, model, system))
-        prefill_tokens_per_s = prompt_tokens / prefill_s(by_file, prompt_tokens)
+        prefill_tokens_per_s = prompt_tokens / prefill_s(situation, prompt_tokens)
     result = _result(situation, counts, decoded, prefill_tokens_per_s)
     return dataclasses.replace(result, memory_bytes=float(plan.memory.total_bytes())), decoded
 
@@ -221,7 +227,8 @@ def simulate_plan(
 def sequences_of(
     manifest: Manifest, mode: Mode, options: SimulationOptions, recording: Recording | None
 ) -> tuple[list[SequenceDemand], int | None]:
-    """Return two sequences for `simulate_plan`, of which the first warms the cache, and `sampled`.
+    """Return two sequences for `simulate_plan`, of which the first warms the cache, and `sampled`. Of a batch, each has
+    the clusters of all its sequences.
 
     recording: their clusters, repeated if it is short; None: they are generated, with a sample of the neurons. Raises
         UserError if it does not fit the package.
@@ -239,7 +246,7 @@ def sequences_of(
         if mode != "predicted":  # a value part is needed if the gate fires, even if Up is not positive
             gates_fire = rates(manifest, mode).value_read
             model = dataclasses.replace(model, active=gates_fire, predicted=gates_fire)
-        work = _generated(model, options.preset, count, options.seed, 1)
+        work = _generated(model, options.preset, count, options.seed, options.batch)
         tokens, sampled = in_clusters(work, layout.cluster_neurons)
     return [SequenceDemand(tokens[:SKIPPED_TOKENS]), SequenceDemand(tokens[SKIPPED_TOKENS:])], sampled
 
@@ -248,12 +255,6 @@ def _check_recording(recording: Recording, name: str, layers: int) -> None:
     recorded_layers = recording.chosen.shape[1]
     if recorded_layers != layers:
         raise UserError(f"--recording: of {recorded_layers} layers, but {name} has {layers}")
-
-
-def _as_computed(model: SimulatedModel, system: System) -> SimulatedModel:
-    """Return the model as the system computes it: our system computes every gate if there is no predictor."""
-    exact = system.name == "ours" and not model.predictor_rank
-    return dataclasses.replace(model, predicted=1.0) if exact else model
 
 
 def _check(options: SimulationOptions) -> None:
@@ -293,8 +294,8 @@ def _result(situation: Situation, counts: Traffic, decoded: Decoded, prefill_tok
     milliseconds = 1e3 * np.array(decoded.token_s)
     cores, total = situation.system.compute_cores(device), device.dram_total_gb_per_s.value * 1e9
     limit_s = max(
-        decoded.dram_bytes_per_token / total,
-        decoded.flash_bytes_per_token / device.sequential_bytes_per_s(),
+        decoded.dram_bytes_per_step / total,
+        decoded.flash_bytes_per_step / device.sequential_bytes_per_s(),
     )
     return Result(
         device=device.name,
@@ -311,15 +312,15 @@ def _result(situation: Situation, counts: Traffic, decoded: Decoded, prefill_tok
         miss_rate=counts.miss_rate,
         p99_miss_rate=float(np.percentile(counts.miss_rates(), 99)),
         looked_miss_rate=counts.looked_miss_rate,
-        dram_bytes_per_token=decoded.dram_bytes_per_token,
-        flash_bytes_per_token=decoded.flash_bytes_per_token,
-        flash_reads_per_token=decoded.flash_reads_per_token,
+        dram_bytes_per_token=decoded.dram_bytes_per_step / situation.batch,
+        flash_bytes_per_token=decoded.flash_bytes_per_step / situation.batch,
+        flash_reads_per_token=decoded.flash_reads_per_step / situation.batch,
         exposed_io=use.exposed_io_s / use.total_s,
         busy={
             "cpu": use.busy_s["cpu"] / use.total_s / cores,
             "npu": use.busy_s["npu"] / use.total_s,
             "flash": use.busy_s["flash"] / use.total_s,
-            "dram": decoded.dram_bytes_per_token
+            "dram": decoded.dram_bytes_per_step
             * len(milliseconds)
             / use.total_s
             / (device.dram_total_gb_per_s.value * 1e9),

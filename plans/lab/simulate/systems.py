@@ -5,9 +5,9 @@ neurons, and compute the resident ones. Missing neurons arrive in six groups: ga
 other rows. If a token wants more cold neurons than fit the cache, LRU would have no hits. Then the hottest neurons fill
 the cache, and further neurons that many tokens want are read sequentially for every token.
 
-Ours: decode does not use the NPU. The predictor reads the input of attention, so that flash works during attention.
-Without a predictor, gates are computed block by block, and values are requested when their gate has fired. A package is
-simulated under the plan of a run: whole clusters, borrowed slots, the planner's kernels and reads.
+Ours: decode does not use the NPU. A package or shape is simulated under the plan of a run: whole clusters, borrowed
+slots, the times of the cost model. Without a predictor, gates are computed block by block, and values are requested
+when their gate has fired.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from neuronpipe.plans.lab.devices.device_file import DeviceModel, Issuer
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
 
-Cache = Literal["none", "lru", "clock"]
+Cache = Literal["none", "lru"]
 Reads = Literal["matrices", "row-column", "whole", "two-phase"]
 MIN_CORES_FOR_OWN_LOADER = 4
 HOT_OF_CACHE = 0.25
@@ -69,14 +69,14 @@ class System:
 
     def hot_share(self, resident: float, batch: int) -> float:
         """Return the share of a layer's neurons that the NPU computes densely. resident: share in memory."""
-        if not self.npu or self.name == "ours":
+        if not self.npu:
             return 0.0
         max_share = HOT_IN_MEMORY_LARGE_BATCH if batch >= LARGE_BATCH else HOT_IN_MEMORY
         return max_share if resident >= 1 else min(max_share, HOT_OF_CACHE * resident)
 
 
+OURS = System(name="ours", reads="two-phase", pipeline=True, early=True, all_layers=False)
 SYSTEMS = {
-    "ours": System(name="ours", cache="clock", reads="two-phase", pipeline=True, early=True, all_layers=False),
     "powerinfer2": System(name="powerinfer2", npu=True, cache="lru", reads="two-phase", pipeline=True),
     "llm-in-a-flash": System(name="llm-in-a-flash", cache="lru", reads="row-column"),
     "llama.cpp-mapped": System(name="llama.cpp-mapped", mapped=True),
@@ -94,7 +94,10 @@ ABLATION = {
 """The steps of PowerInfer-2's ablation, Figure 14. Without the neuron cache, all of the feed-forward is read."""
 
 
+POLICIES = (OURS.name, *SYSTEMS)
+
+
 def system_named(name: str) -> System:
-    if name not in SYSTEMS:
-        raise UserError(f"--policy {quoted(name)}: is none of {', '.join(SYSTEMS)}")
-    return SYSTEMS[name]
+    if name not in POLICIES:
+        raise UserError(f"--policy {quoted(name)}: is none of {', '.join(POLICIES)}")
+    return OURS if name == OURS.name else SYSTEMS[name]
