@@ -38,6 +38,7 @@ from neuronpipe.plans.lab.simulate.simulate import (
     PlannedRun,
     Result,
     SimulationOptions,
+    check_options,
     sequences_of,
     simulate,
     simulate_plan,
@@ -121,6 +122,7 @@ def main(arguments: argparse.Namespace) -> int:
         preset=arguments.preset,
         seed=arguments.seed,
     )
+    check_options(options)
     recording = None if arguments.recording is None else Recording.load(arguments.recording)
     traced = TRACED_TOKENS if arguments.output or arguments.picture else 0
     if has_plan:

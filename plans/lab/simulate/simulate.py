@@ -119,7 +119,7 @@ def simulate(
     recording: the workload; None: it is generated
     progress: as in `decode`
     """
-    _check(options)
+    check_options(options)
     system = system.on(device)
     resident = resident_share(model, options)
     work = _workload(model, options, recording)
@@ -257,7 +257,8 @@ def _check_recording(recording: Recording, name: str, layers: int) -> None:
         raise UserError(f"--recording: of {recorded_layers} layers, but {name} has {layers}")
 
 
-def _check(options: SimulationOptions) -> None:
+def check_options(options: SimulationOptions) -> None:
+    """Raise UserError, which names the option, if a value is impossible."""
     for name, value, max_value in (
         ("--batch", options.batch, MAX_BATCH),
         ("--tokens", options.tokens, MAX_TOKENS),
