@@ -193,7 +193,7 @@ def _our_decode(cases: Sequence[Case]) -> Iterator[str]:
     yield ""
     yield "## Our policies on these phones"
     yield ""
-    yield "Under the plan of a run, on the cores alone. Of the resident bytes scales are a ninth; PowerInfer-2 keeps all"
+    yield "Under the plan of a run, on the cores alone. Of the resident bytes scales are a ninth; PowerInfer-2 has all"
     yield "scales in memory besides. Limit: bytes over bandwidth of DRAM or flash, whichever is slower."
     yield ""
     yield "| case | tokens/s | PowerInfer-2, simulated | limit | misses | ms p50 / p90 / p99 | exposed I/O |"
