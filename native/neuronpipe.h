@@ -727,6 +727,20 @@ typedef struct {
  * predicted); it fired, so its value part was needed; its value was not zero. */
 enum np_activity { NP_TRIGGERED = 1, NP_FIRED = 2, NP_ACTIVE = 4 };
 
+/* How soon clusters are used again, in steps of one token: of every `stride`-th cluster, so that the memory is bounded
+ * and a look-up costs hardly anything. Bucket 0 counts the first uses; np_reuse_bucket says which gaps the others
+ * count. */
+enum { NP_REUSE_BUCKETS = 128 };
+typedef struct {
+    uint32_t *last_uses; /* [NP_PARTS][sampled] the last step that used the cluster, plus 1, modulo 2^32; 0: none did */
+    uint64_t *gaps;      /* [NP_PARTS][NP_REUSE_BUCKETS] uses by the number of steps since the use before; NULL: nothing is counted */
+    uint64_t *steps;     /* [1] counted steps */
+    uint32_t sampled;    /* clusters, rounded up, divided by the stride */
+    uint32_t stride;     /* odd */
+} np_reuse;
+/* The bucket of a gap of 1 or more steps: single gaps below 8, then four buckets for each power of two. */
+uint32_t np_reuse_bucket(uint32_t gap);
+
 /* Memory that the participants share. T: maximal tokens of a step; P = T * experts_per_token: maximal pairs of a token
  * and one of its experts; G: the minimum of P and experts. */
 typedef struct {
@@ -756,6 +770,7 @@ typedef struct {
     np_barrier *barrier;
     np_requests requests;                  /* of this participant only */
     np_trace trace;                        /* of this participant only */
+    np_reuse reuse;                        /* gaps is NULL: not counted */
     float *inputs;                         /* [T][max(width, query_heads*head_width)] with config.external_products; [T][width] or NULL (normed inputs as
                                             * floats are not needed) with config.offload_blocks; else unused */
     float *outputs;                        /* [T][max((query_heads+2*key_heads)*head_width, width)] with config.external_products, or with

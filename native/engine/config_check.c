@@ -350,6 +350,8 @@ const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const
         wrong = invalid_norms(shape, fixed, config);
     if (!wrong && shape->norms != NP_NORMS_BEFORE && !shared->changes)
         wrong = "changes";
+    if (!wrong && shared->reuse.gaps && !(shared->reuse.last_uses && shared->reuse.steps && shared->reuse.stride % 2))
+        wrong = "reuse";
     if (!wrong && config->external_products && !(shared->inputs && shared->outputs))
         wrong = shared->inputs ? "outputs" : "inputs";
     if (!wrong && shape->predictor_rank && !(shared->ranks && shared->predicted))

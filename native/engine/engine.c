@@ -9,6 +9,7 @@
 #include "engine/feed_forward.h"
 #include "engine/prediction.h"
 #include "engine/recurrent.h"
+#include "engine/reuse.h"
 
 static size_t larger(size_t a, size_t b)
 {
@@ -71,6 +72,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->shared = *shared;
     engine->config = *config;
     engine->counters.damaged_word = -1;
+    engine->counted_step = UINT64_MAX;
+    engine->reuse_inverse = np_odd_inverse(shared->reuse.stride);
     engine->external.result = engine->offload.result = NP_E_ARGUMENT; /* no step has begun */
 
     const size_t tokens = config->max_tokens;

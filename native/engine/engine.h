@@ -85,6 +85,8 @@ struct np_engine {
 
     /* the step */
     uint64_t step, started;               /* its number; np_clock_ns at its begin */
+    uint64_t counted_step;                /* the last step that was counted in np_reuse */
+    uint32_t reuse_inverse;               /* of np_reuse.stride, modulo 2^32 */
     uint32_t epoch, count;
     uint32_t logits_first, logits_count;
     const np_token_scores *token_scores;

@@ -7,6 +7,7 @@
 #include "engine/neuron_rows.h"
 #include "engine/neurons.h"
 #include "engine/prediction.h"
+#include "engine/reuse.h"
 #include "engine/vectors.h"
 
 enum { OUTPUT_PIECE_ROWS = 128 }; /* rows of down are shorter than rows of gate and up: a few microseconds */
@@ -41,6 +42,7 @@ static int request_expert(np_engine *engine, int is_absent[NP_PARTS])
 {
     engine->cluster_state[CLUSTER] |= NP_CLUSTER_LOOKED_UP;
     for (int part = 0; part < NP_PARTS; part++) {
+        np_count_use(engine, part, CLUSTER);
         engine->counters.clusters[part]++;
         engine->counters.missed[part] += is_absent[part];
     }

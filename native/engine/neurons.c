@@ -5,6 +5,7 @@
 #include "engine/clusters.h"
 #include "engine/neuron_rows.h"
 #include "engine/prediction.h"
+#include "engine/reuse.h"
 #include "engine/triggers.h"
 #include "kernels/exponential.h"
 
@@ -51,6 +52,7 @@ int np_look_up_values(np_engine *engine, np_range clusters)
             return is_present;
         if (!(*state & NP_CLUSTER_VALUE_REQUESTED)) {
             *state |= NP_CLUSTER_VALUE_REQUESTED;
+            np_count_use(engine, NP_VALUE, cluster);
             engine->counters.clusters[NP_VALUE]++;
             engine->counters.missed[NP_VALUE] += !is_present;
             engine->counters.hinted_fired += (uint64_t)np_was_hinted(engine, cluster);

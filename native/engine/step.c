@@ -8,6 +8,7 @@
 #include "engine/logits.h"
 #include "engine/prefetch.h"
 #include "engine/recurrent.h"
+#include "engine/reuse.h"
 #include "engine/routing.h"
 #include "engine/work.h"
 
@@ -79,6 +80,7 @@ int np_begin_step(np_engine *engine, const np_step *step)
     memcpy(engine->token, step->tokens, count * sizeof *step->tokens);
     if (s->experts == 1)
         np_route_dense(engine);
+    np_count_step(engine);
     return NP_OK;
 }
 

@@ -4,6 +4,7 @@
 #include "engine/clusters.h"
 #include "engine/neuron_rows.h"
 #include "engine/prediction.h"
+#include "engine/reuse.h"
 #include "kernels/exponential.h"
 
 /* The value of a neuron without a gate that fired. */
@@ -175,6 +176,7 @@ int np_look_up_triggers(np_engine *engine, np_range clusters)
         if (is_present < 0)
             return is_present;
         if (!(*state & NP_CLUSTER_LOOKED_UP)) {
+            np_count_use(engine, NP_TRIGGER, cluster);
             engine->counters.clusters[NP_TRIGGER]++;
             engine->counters.missed[NP_TRIGGER] += !is_present;
         }

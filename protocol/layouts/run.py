@@ -47,6 +47,22 @@ the cluster parts that they needed and missed."""
 
 PROFILE_STATES: Final = ("", "waiting", "measuring", "measured", "failed")
 """States of the device profile that a run measures by itself while it is idle. "": it measures none."""
+BOARD_TERMS = (
+    "tokens",
+    "positions",
+    "total_ns",
+    "compute_ns",
+    "barrier_ns",
+    "wait_ns",
+    "read_bytes",
+    "lookups",
+    "missed",
+    "neurons",
+    "fired",
+    "active",
+)
+"""64-bit words of the board's terms lines, in order: sums over the decode steps of one token after the warm-up, as the
+fields of `RunTerms` (plans/history/run_terms.py)."""
 
 TRACE_SPANS = 4096
 """Number of spans of a ring, a power of two: enough for a dozen tokens of a 7B model."""
@@ -158,6 +174,14 @@ def board(*, processes: int, sequences: int) -> Layout:
         by="coordinator",
         to="cache, monitor",
         ordering="single words, no order among them; the cache reads them when the loader reports",
+    )
+    fields.add(
+        "terms",
+        "u64",
+        LINE_WORDS,
+        by="coordinator",
+        to="supervisor, monitor, the next coordinator",
+        ordering="single words, no order among them",
     )
     fields.add(
         "overdue",

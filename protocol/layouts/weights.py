@@ -6,8 +6,18 @@ from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 
 REQUEST_ENTRIES = 16384
 """Length of a participant's request ring, a power of two: what a whole layer of a 7B model can miss."""
+MAX_SAMPLED_CLUSTERS = 4096
+"""Maximum of the clusters whose uses are counted."""
+REUSE_BUCKETS = 128
+"""Number of the classes of gaps between two uses of a cluster (np_reuse in native/neuronpipe.h)."""
 PIN_STATE = 2
 """Word of the residency segment's `slots` line that has the state of the plan's pins."""
+
+
+def sampling_stride(clusters: int) -> int:
+    """Return the distance of the clusters whose uses are counted: the smallest odd number that leaves no more than
+    MAX_SAMPLED_CLUSTERS."""
+    return -(-clusters // MAX_SAMPLED_CLUSTERS) | 1
 
 
 def fixed(*, file_bytes: int, predictor_bytes: int, embedding_rows: int = 0) -> Layout:
@@ -56,8 +66,17 @@ def slots(*, trigger_slots: int, trigger_slot_bytes: int, value_slots: int, valu
 def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_ENTRIES) -> Layout:
     """The residency entries of clusters, and the requests for them. clusters: clusters of all layers and experts, each
     with an entry for either part; participants: workers with a read window and a request ring, decode workers first,
-    then prefill workers; ring_entries: length of a ring, a power of two."""
-    fields = Fields("residency", 3, {"clusters": clusters, "participants": participants, "ring_entries": ring_entries})
+    then prefill workers; ring_entries: length of a ring, a power of two. The last three fields count, in decode steps
+    of one token, how soon the triggers and the values of sampled clusters are used again (np_reuse in
+    native/neuronpipe.h)."""
+    lengths = {
+        "clusters": clusters,
+        "participants": participants,
+        "ring_entries": ring_entries,
+        "sampled": -(-clusters // sampling_stride(clusters)),
+        "buckets": REUSE_BUCKETS,
+    }
+    fields = Fields("residency", 3, lengths)
     fields.add(
         "arrivals",
         "u32",
@@ -154,4 +173,8 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         to="decode, prefill",
         ordering="word 0, sequentially consistent; the loader reads every tail between setting it and sleeping",
     )
+    unordered = "single words, no order among them"
+    fields.add("last_uses", "u32", 2, "sampled", by="decode", to="supervisor", ordering=unordered)
+    fields.add("use_gaps", "u64", 2, "buckets", by="decode", to="supervisor", ordering=unordered)
+    fields.add("used_steps", "u64", LINE_WORDS // 2, by="decode", to="supervisor", ordering=unordered)
     return fields.layout()

@@ -13,6 +13,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.segment_sizes import WORD_BYTES, run_layouts
+from neuronpipe.protocol.layouts.weights import sampling_stride
 from neuronpipe.protocol.memory.layout import LINE_WORDS
 from neuronpipe.protocol.memory.segments import Mapping, Segment
 
@@ -113,6 +114,21 @@ class Epoch:
         """Reset barrier and claims. Call it before a step is sent, while no participant waits or claims work."""
         lib.np_barrier_reset(self._barrier)
         ffi.memmove(self._claims, bytes(len(self._claims) * 4), len(self._claims) * 4)
+
+
+def native_reuse(clusters: int, memory: RunMemory) -> Any:
+    """Return the `np_reuse *` of a run, for the clusters of a package. It is valid while the segments are mapped."""
+    last_uses = ffi.from_buffer("uint32_t[]", memory.view("residency", "last_uses"))
+    return ffi.new(
+        "np_reuse *",
+        {
+            "last_uses": last_uses,
+            "gaps": ffi.from_buffer("uint64_t[]", memory.view("residency", "use_gaps")),
+            "steps": ffi.from_buffer("uint64_t[]", memory.view("residency", "used_steps")),
+            "sampled": len(last_uses) // 2,
+            "stride": sampling_stride(clusters),
+        },
+    )
 
 
 class Rings:

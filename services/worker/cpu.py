@@ -23,7 +23,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.memory.layout import Layout
 from neuronpipe.services.runtime.core_pinning import pin
 from neuronpipe.services.runtime.job import Job
-from neuronpipe.services.runtime.run_memory import Rings
+from neuronpipe.services.runtime.run_memory import Rings, native_reuse
 from neuronpipe.services.runtime.trace import Trace
 from neuronpipe.services.steps.backend import Abandoned, Phase, Placement, Share, StepWork
 from neuronpipe.services.worker.external_products import Multiply
@@ -142,6 +142,7 @@ class CpuBackend:
             # A ring of spans has one writer; the other threads do the same work as the first.
             trace=self._trace.native if number == 0 else ffi.new("np_trace *"),
             activity=placement.activity,
+            reuse=None if self._alone else native_reuse(placement.job.package.manifest.clusters, memory),
         )
 
     def _engine_config(self, placement: Placement, stage: Layout) -> EngineConfig:

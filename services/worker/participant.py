@@ -59,6 +59,7 @@ class View:
     states: None unless layers are recurrent
     ranks, predicted: None in exact mode
     activity: None unless neurons are recorded
+    reuse: None unless uses of clusters are counted
     """
 
     fixed: Mapping[str, Any]  # tensor name -> buffer; in predicted mode the predictor's as well
@@ -84,6 +85,7 @@ class View:
     requests: Any  # np_requests
     trace: Any  # np_trace
     activity: Any
+    reuse: Any = None  # np_reuse
     inputs: Any = None  # with external matrix products
     outputs: Any = None  # with external matrix products, or with offloaded matrices
     embedding_rows: EmbeddingRows | None = None  # None: the embedding is in memory
@@ -337,9 +339,11 @@ class Participant:
             "barrier": "np_barrier *",
         }
         structures = {"requests": view.requests[0], "trace": view.trace[0]}
-        apart = ("fixed", "embedding_rows", *structures)
+        if view.reuse is not None:
+            structures["reuse"] = view.reuse[0]
+        apart = ("fixed", "embedding_rows", "reuse", *structures)
         names = [field.name for field in dataclasses.fields(View) if field.name not in apart]
         pointers = {name: self._pointers(kinds.get(name, "float *"), getattr(view, name)) for name in names}
         shared = ffi.new("np_shared *", pointers | structures)
-        self._keep += [shared, view.requests, view.trace]
+        self._keep += [shared, view.requests, view.trace, view.reuse]
         return shared

@@ -26,7 +26,8 @@ STATE_SLOTS, SNAPSHOT = 3, 2  # two that steps read and write in turn, and one f
 
 class Participants:
     """So many participants of steps of up to max_tokens tokens of one text. config: fields of EngineConfig that are to
-    be otherwise than here. holder: the last of them has another compute its blocks; rows: and offloaded_matrices."""
+    be otherwise than here. holder: the last of them has another compute its blocks; rows: and offloaded_matrices.
+    reuse: an np_reuse that counts uses of clusters."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Participants:
         holder: ComputeBlocks | None = None,
         rows: ComputeRows | None = None,
         offloaded_matrices: tuple[str, ...] = (),
+        reuse: Any = None,
         **config: Any,
     ) -> None:
         manifest, self._package = package.manifest, package
@@ -77,6 +79,7 @@ class Participants:
             "epoch": np.zeros(LINE_WORDS, np.uint32),
             "barrier": self._barrier,
             "activity": None,
+            "reuse": reuse,
             "inputs": np.zeros((tokens, max(model.width, model.query_width)), np.float32),
             "outputs": np.zeros((tokens, max(model.qkv_rows, model.width)), np.float32),
         }

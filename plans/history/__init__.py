@@ -1,0 +1,1 @@
+"""The history of a package on a device: what its runs counted and measured, for the next plan."""
