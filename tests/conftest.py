@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.convert import convert
+from neuronpipe.plans.history.history_file import history_folder
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.models.spec import Activation
 from neuronpipe.plans.package.layout import Quantization
@@ -97,6 +98,7 @@ def unchanged_device(settled_device: dict[Path, bytes]) -> Iterator[None]:
     """Put the made-up figures back after a test: `bench` and `doctor` measure, and on a busy machine the doubtful
     figures that they leave would make commands of later tests measure again, and say so."""
     yield
+    shutil.rmtree(history_folder(), ignore_errors=True)  # what runs of this test have counted is for no other plan
     for folder in {kept.parent for kept in settled_device}:
         for kept in set(folder.glob("*.json")) - settled_device.keys():
             kept.unlink(missing_ok=True)

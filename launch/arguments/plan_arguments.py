@@ -45,6 +45,7 @@ def plan_options(arguments: argparse.Namespace) -> PlanOptions:
         hints=arguments.hints,
         baseline=arguments.baseline,
         prompt_cache_bytes=0 if arguments.baseline else arguments.prompt_cache,
+        history=not arguments.no_history,
         plan_file=arguments.plan,
         typed=_typed_options(arguments),
     )
@@ -56,7 +57,7 @@ def _typed_options(arguments: argparse.Namespace) -> tuple[str, ...]:
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
     defaults = vars(parser.parse_args([]))
-    from_file: set[str] = getattr(arguments, "from_file", set()) - {"plan"}
+    from_file: set[str] = getattr(arguments, "from_file", set()) - {"plan"} | {"no_history"}  # no choice of a plan
     return tuple(
         f"--{name.replace('_', '-')}"
         for name, default in defaults.items()
@@ -160,6 +161,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="experiment, in exact mode: prefetch what the predictor or the routers name; does not change the output",
     )
     group.add_argument("--baseline", choices=BASELINES, help="experiment: plan as another system would")
+    group.add_argument(
+        "--no-history",
+        action="store_true",
+        help="do not plan with what earlier runs of the package counted and measured, and keep nothing of this run",
+    )
     group.add_argument("--plan", type=Path, metavar="FILE", help="use this plan instead of searching for one")
 
 

@@ -19,6 +19,7 @@ class PlanOptions:
     memory_bytes: the limit of the whole run; AUTO follows the memory that is available
     prompt_cache_bytes: maximum of all files of the prompt cache on disk; 0: no prompt cache
     backends: pairs of role and backend, in the order typed; a later one of the same role wins
+    history: what earlier runs of the package counted and measured is used, and that of this run is kept
     plan_file: an existing plan to use; then no other option may be typed
     typed: the options that were typed for this command, in the order of the help. Options from the settings file are
         not among them, except --plan: they give way to a live run and to --plan
@@ -39,6 +40,7 @@ class PlanOptions:
     hints: bool = False
     baseline: Baseline | None = None
     prompt_cache_bytes: int = 0
+    history: bool = False
     plan_file: Path | None = None
     typed: tuple[str, ...] = ()
 
@@ -49,6 +51,16 @@ class PlanOptions:
     @property
     def has_fixed_limit(self) -> bool:
         return self.memory_bytes not in (None, AUTO)
+
+    @property
+    def uses_history(self) -> bool:
+        """True if the plan is made with what earlier runs have counted and measured."""
+        return self.history and self.plan_file is None
+
+    @property
+    def keeps_history(self) -> bool:
+        """True if what the run counts and measures is kept; an experiment would mislead later plans."""
+        return self.history and not self.without and not self.hints and self.baseline is None
 
     def backend(self, role: str) -> str | None:
         """Return the backend of a role; None if the options name none."""

@@ -13,6 +13,9 @@ from neuronpipe.launch.planning.package_argument import open_package
 from neuronpipe.launch.planning.prompt_backend import ON_CPU, choose_prompt_backend
 from neuronpipe.launch.planning.search import Subject, search_plan
 from neuronpipe.launch.progress import Elapsed
+from neuronpipe.plans.history.history import History
+from neuronpipe.plans.history.history_file import read_history
+from neuronpipe.plans.history.planning_facts import corrected_device, counted_manifest, history_reasons
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
@@ -47,6 +50,11 @@ class PlanResult:
         """Return the result with further reasons before those of the plan."""
         plan = dataclasses.replace(self.plan, reasons=(*reasons, *self.plan.reasons))
         return dataclasses.replace(self, plan=plan)
+
+    def with_history(self, history: History) -> PlanResult:
+        """Return the result of planning with a history: the plan states its corrections, and reasons for them."""
+        plan = dataclasses.replace(self.plan, corrections=history.corrections)
+        return dataclasses.replace(self, plan=plan).with_reasons(*history_reasons(history, self.manifest))
 
 
 def package_and_plan(
@@ -91,13 +99,16 @@ def plan_here(
         device = probe(package.path, say=report or lines.append)
         elapsed.say(PLANNING)
         has_prompt_backend = options.backend("prefill") is not None
+        history = read_history(package.manifest.id, device.id) if options.uses_history else None
         subject = Subject(
-            manifest=package.manifest,
+            manifest=package.manifest if history is None else counted_manifest(package.manifest, history),
             read_activity=package.read_activity,
-            device=device,
+            device=device if history is None else corrected_device(device, history.corrections),
             prompts=ON_CPU if has_prompt_backend else choose_prompt_backend(package, options.quality),
         )
         result = plan_for(subject, options, several=several, gateway=gateway)
+        if history is not None:
+            result = result.with_history(history)
     if (warning := memory_warning(result.plan, device, result.min_limit_bytes)) is not None:
         lines.append(warning)
     for line in lines:  # printed only now: after a refusal there must be nothing but the error line

@@ -231,7 +231,14 @@ class Host:
             self._tell({"ended": name, "why": offer.reason, "again_in_s": again_in_s})
             return
         try:
-            run = started_run(offer.package, offer.plan, None, stays=False, uses=offer.uses)
+            run = started_run(
+                offer.package,
+                offer.plan,
+                None,
+                stays=False,
+                uses=offer.uses,
+                keeps_history=offer.keeps_history,
+            )
             offer.live = offer.contexts.enter_context(run)
         except UserError as error:
             self._refuse(name, str(error), 0.0)

@@ -28,6 +28,7 @@ from neuronpipe.services.runtime.implementations import Implementations
 class Offer:
     """A package, its plan, and the state of its run.
 
+    keeps_history: as in `started_run`
     live: the run; None while there is none
     is_ending: the run was told to end; its processes may still exist
     contexts: closing them waits for the end of the run
@@ -39,6 +40,7 @@ class Offer:
     package: Package
     plan: Plan
     uses: Implementations
+    keeps_history: bool = False
     live: LiveRun | None = None
     is_ending: bool = False
     contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -51,7 +53,7 @@ class Offer:
 def make_offers(
     paths: Sequence[Path],
     options: PlanOptions,
-    uses: Iterable[str] = (),
+    uses: Sequence[str] = (),
     *,
     plain: bool,
     report: Callable[[str], None] | None = None,
@@ -75,7 +77,8 @@ def make_offers(
     for name, (path, package) in packages.items():
         with _errors_of(path, options, reserved_bytes):
             plan = plan_here(package, plan_options, plain=plain, several=True, report=report).plan
-            offers[name] = Offer(package, plan, implementations(uses, plan))
+            keeps_history = options.keeps_history and not uses
+            offers[name] = Offer(package, plan, implementations(uses, plan), keeps_history)
     return offers
 
 

@@ -6,25 +6,27 @@ import contextlib
 import dataclasses
 import errno
 import gc
+import importlib
 import os
 import resource
 import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 from neuronpipe.launch.supervisor.logs import close_descriptors
-from neuronpipe.launch.supervisor.supervisor import EXHAUSTED, HASTEN, STOPPING, Supervisor, preload
+from neuronpipe.launch.supervisor.supervisor import EXHAUSTED, HASTEN, STOPPING, Supervisor
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.document import Plan
+from neuronpipe.plans.plan.document import DEFAULT_BACKEND, Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.runtime.implementations import Implementations
+from neuronpipe.services.runtime.implementations import OURS, Implementations
 from neuronpipe.services.runtime.listener import Listener
+from neuronpipe.services.steps.backend import BACKENDS
 
 MIN_OPEN_FILES, OPEN_FILES_PER_PROCESS = 64, 4
 
@@ -77,6 +79,13 @@ class LiveRun:
             os.kill(self.pid, number)
 
 
+def preload(roles: Container[str] = OURS) -> None:
+    """Import what these roles need, once, in the parent of all processes; without a gateway no HTTP server."""
+    implementations = [implementation for role, implementation in OURS.items() if role in roles]
+    for implementation in (*implementations, BACKENDS[DEFAULT_BACKEND]):
+        importlib.import_module(implementation.partition(":")[0])
+
+
 @contextlib.contextmanager
 def started_run(
     package: Package,
@@ -88,6 +97,7 @@ def started_run(
     listener: Listener | None = None,
     fixed: Segment | None = None,
     measures_idle: bool = False,
+    keeps_history: bool = False,
 ) -> Iterator[LiveRun]:
     """Start a run by forking its supervisor; end it with the context.
 
@@ -98,6 +108,7 @@ def started_run(
     listener: the gateway's, if the plan has a gateway
     fixed: the fixed tensors, if another run has loaded them
     measures_idle: whether the device profile is measured while the run is idle
+    keeps_history: what the run counts and measures is kept for the next plan
 
     Raises UserError if the run cannot be started.
 
@@ -110,7 +121,7 @@ def started_run(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, HASTEN))
     with _frozen_heap():
         try:
-            live = _fork(package, plan, path, stays, uses or Implementations(), listener, fixed, measures_idle)
+            live = _fork(package, plan, path, stays, uses or Implementations(), listener, fixed, measures_idle, keeps_history)
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)  # signals that were blocked are raised here
                 yield live
@@ -159,6 +170,7 @@ def _fork(
     listener: Listener | None,
     fixed: Segment | None,
     measures_idle: bool,
+    keeps_history: bool,
 ) -> LiveRun:
     directory = RunDirectory.create(path)
     client = os.getpid()
@@ -175,7 +187,18 @@ def _fork(
         inherited = {0, 1, 2, write_end, *([] if listener is None else [listener.descriptor])}
         close_descriptors(lambda number, target: number not in inherited and target.startswith(("pipe:", "socket:")))
         watched = () if stays else (client,)
-        supervise(directory, package, plan, write_end, watched, uses, listener, fixed, measures_idle=measures_idle)
+        supervise(
+            directory,
+            package,
+            plan,
+            write_end,
+            watched,
+            uses,
+            listener,
+            fixed,
+            measures_idle=measures_idle,
+            keeps_history=keeps_history,
+        )
     os.close(write_end)
     directory.release()
     return LiveRun(directory, pid, read_end)
@@ -192,6 +215,7 @@ def supervise(
     fixed: Segment | None = None,
     *,
     measures_idle: bool = False,
+    keeps_history: bool = False,
 ) -> None:
     """Be the supervisor of a run, in a forked child. Never returns.
 
@@ -201,7 +225,16 @@ def supervise(
     try:
         lib.np_process_name(b"np-supervisor")
         supervisor = Supervisor(
-            directory, package, plan, watched, uses, listener, fixed, report, measures_idle=measures_idle
+            directory,
+            package,
+            plan,
+            watched,
+            uses,
+            listener,
+            fixed,
+            report,
+            measures_idle=measures_idle,
+            keeps_history=keeps_history,
         )
         supervisor.run()
         message, status = supervisor.failure or "", EXHAUSTED if supervisor.is_exhausted else 1

@@ -1,6 +1,6 @@
 """The supervisor: starts the processes of a run, watches and restarts them, and cleans up at the end.
 
-It imports everything that a role needs before the first fork, so that all processes share these pages. It holds all
+The command that forks it has imported what the roles need, so that all processes share these pages. It holds all
 segments, so that no worker's death loses one. It opens no ZeroMQ context, whose threads would not survive a fork.
 
     event                     reaction
@@ -23,14 +23,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 import select
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Container
 
 from neuronpipe.launch.supervisor.control import ControlSocket, answer
 from neuronpipe.launch.supervisor.deaths import WITHIN_S, Causes, RestartBudget
@@ -40,6 +38,7 @@ from neuronpipe.launch.supervisor.memory_watch import MemoryWatch
 from neuronpipe.launch.supervisor.overdue import Overdue
 from neuronpipe.launch.supervisor.published_run import publish
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
+from neuronpipe.launch.supervisor.run_history import RunHistory
 from neuronpipe.launch.supervisor.watchdog import Watchdog, observe_run
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
@@ -67,13 +66,6 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HASTEN = signal.SIGQUIT
 
 
-def preload(roles: Container[str] = OURS) -> None:
-    """Import what these roles need, once, in the parent of all processes; without a gateway no HTTP server."""
-    implementations = [implementation for role, implementation in OURS.items() if role in roles]
-    for implementation in (*implementations, BACKENDS[DEFAULT_BACKEND]):
-        importlib.import_module(implementation.partition(":")[0])
-
-
 class Supervisor:
     """The supervisor of one run.
 
@@ -83,6 +75,7 @@ class Supervisor:
     fixed: the fixed tensors, if another run has loaded them
     report: pipe whose reader is the command that started the run
     measures_idle: whether the device profile is measured while the run is idle (idle_profile.py)
+    keeps_history: what the run counts and measures is kept for the next plan
     failure: why the run ends, if not on request
     is_exhausted: whether a process exceeded its restart budget
     """
@@ -99,6 +92,7 @@ class Supervisor:
         report: int | None = None,
         *,
         measures_idle: bool = False,
+        keeps_history: bool = False,
     ) -> None:
         self._directory, self._package, self._plan = directory, package, plan
         self._watched, self._listener, self._report = watched, listener, report
@@ -122,6 +116,7 @@ class Supervisor:
         self._quarantined = self._memory.view("board", "quarantined")
         self._memory_watch = MemoryWatch(plan, self._segments, self._memory)
         self._overdue = Overdue(self._lines, self._memory, directory.path)
+        self._history = RunHistory(package, plan, self._memory, is_kept=keeps_history)
         self._spans = self._memory.view("trace", "next")[:: LINE_WORDS // 2]
         self._watchdog, self._pulses = Watchdog(), shared_words(len(self._lines))
         measuring = MeasuringProcess(package.path, directory.path)
@@ -411,6 +406,7 @@ class Supervisor:
         pids = [*self._processes, *helpers_of(self._processes), *self._watched]
         if self._memory_watch.look(pids, always_used=self._has_foreign_coordinator):
             self._nudge_coordinator()
+        self._history.look()
 
     # ---- the end ---------------------------------------------------------------------------------------------
     def _shut_down(self) -> None:
@@ -433,6 +429,7 @@ class Supervisor:
             while self._must_wait_for(pids) and time.monotonic() < deadline and not (can_be_skipped and self._hasty):
                 self._reap()
                 time.sleep(0.002)
+        self._history.keep()
         self._directory.remove()
 
     def _must_wait_for(self, signalled: list[int]) -> bool:

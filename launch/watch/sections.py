@@ -53,6 +53,8 @@ def speed(speeds: Sequence[float], shot: Snapshot, columns: int) -> RenderableTy
     waits = (("flash", shot.flash_wait), ("each other", shot.participant_wait))
     shares = [f"{share:.0%} for {what}" for what, share in waits if share is not None]
     rows.add_row("workers wait", listed(shares or ["-"], room, ", "))
+    if shot.deviations:
+        rows.add_row("off the plan", Text(shot.deviations, BAD))
     return rows
 
 
@@ -70,7 +72,7 @@ def memory(shot: Snapshot, columns: int) -> RenderableType:
     hits = "-" if shot.hit_rate is None else f"{shot.hit_rate:.1%} hits"
     rows.add_row("cache", listed([hits, f"{shot.slots_free:,} of {shot.slots:,} slots free"], room, ", "))
     if shot.withheld_bytes:
-        rows.add_row("", Text(f"memory is short: {show_bytes(shot.withheld_bytes)} given back", COLOURS["flash"]))
+        rows.add_row("", Text(f"memory is short: {show_bytes(shot.withheld_bytes)} given back", BAD))
     if shot.warm_up is not None and not shot.warm_up.done:
         share = shot.warm_up.loaded_bytes / max(1, shot.warm_up.total_bytes)
         rows.add_row("warm-up", bar([(COLOURS["reading flash"], share)], max(10, room - 2)))

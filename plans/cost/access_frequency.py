@@ -3,6 +3,7 @@ sequences."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -25,12 +26,15 @@ class AccessFrequencies:
     def of(cls, manifest: Manifest, read: Callable[[], Activity]) -> AccessFrequencies | None:
         """Return the frequencies of a package.
 
-        None if its neurons are not ordered by frequency, or if it has no activity profile.
+        None if its neurons are not ordered by frequency, or if it has no activity profile of its own: what runs have
+        counted has no frequencies.
 
         read: loads the activity profile; called only if it is needed
         """
-        ordered = manifest.layout.neuron_order == "frequency" and bool(manifest.profiles)
-        return cls(manifest, read()) if ordered else None
+        stored = tuple(profile for profile in manifest.profiles if profile.source != "counted")
+        if manifest.layout.neuron_order != "frequency" or not stored:
+            return None
+        return cls(dataclasses.replace(manifest, profiles=stored), read())
 
     def ranking(
         self, mode: ProfileMode, batch: int, measured: Callable[[float], float], *, whole_experts: bool = False

@@ -15,7 +15,7 @@ import math
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.cluster_ranking import Ranking
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.activity_profile import Points, Unit, interpolated
+from neuronpipe.plans.package.activity_profile import ActivityProfile, Points, Unit, interpolated
 from neuronpipe.plans.package.manifest import Manifest, Predictor
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.frozen import frozen
@@ -242,7 +242,7 @@ def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_ex
     The unit is a whole expert, or else a bundle in predicted mode and a value part in the others.
     """
     unit: Unit = "expert" if whole_experts else "bundle" if mode == "predicted" else "value"
-    profile = manifest.profile(mode) or manifest.profile("exact")
+    profile = profile_for(manifest, mode)
     measured = profile.miss_rate(unit, resident_share) if profile is not None else None
     if measured is not None:
         return measured
@@ -252,8 +252,19 @@ def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_ex
 
 
 def was_measured(manifest: Manifest, mode: Mode) -> bool:
-    """Return True if the package has an activity profile of this mode, or of exact mode, which stands in for it."""
-    return manifest.profile(mode) is not None or manifest.profile("exact") is not None
+    """Return True if there is an activity profile for this mode, as `profile_for` returns it."""
+    return profile_for(manifest, mode) is not None
+
+
+def profile_for(manifest: Manifest, mode: Mode) -> ActivityProfile | None:
+    """Return the activity profile of a mode, or the package's own of exact mode, which stands in for it.
+
+    What runs have counted in exact mode says nothing about another mode.
+    """
+    if (profile := manifest.profile(mode)) is not None:
+        return profile
+    exact = manifest.profile("exact")
+    return exact if exact is not None and exact.source != "counted" else None
 
 
 def assumed_expert_misses(model: ModelSpec, resident_share: float) -> float:
@@ -332,7 +343,7 @@ def rates(manifest: Manifest, mode: Mode, frequencies: AccessFrequencies | None 
         by_layer = manifest.predictor.by_layer
         triggers = _mean(tuple(layer.predicted for layer in by_layer)) or min(1.0, ASSUMED_PREDICTED * fired)
         trigger_fired, fired = min(trigger_fired, triggers), min(fired, triggers)
-    profile = manifest.profile(mode) or manifest.profile("exact")
+    profile = profile_for(manifest, mode)
     return ActivationRates(
         chosen=model.active_ffns / model.ffns,
         trigger_read=triggers,

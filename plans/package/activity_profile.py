@@ -27,11 +27,12 @@ MAX_TEXT_TOKENS = 1 << 50
 MAX_POINTS = 64
 
 ProfileMode = Literal["exact", "predicted", "thresholded"]
-ProfileSource = Literal["measured", "powerinfer"]
+ProfileSource = Literal["measured", "powerinfer", "counted"]
 Unit = Literal["value", "bundle", "expert"]
 Policy = Literal["clock", "lru", "lfu", "optimal"]
 PROFILE_MODES: tuple[ProfileMode, ...] = get_args(ProfileMode)
-PROFILE_SOURCES: tuple[ProfileSource, ...] = get_args(ProfileSource)
+PROFILE_SOURCES: tuple[ProfileSource, ...] = ("measured", "powerinfer")
+"""The sources that a package may state; what runs have counted is no part of a package."""
 UNITS: tuple[Unit, ...] = get_args(Unit)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
@@ -60,7 +61,7 @@ class ActivityProfile:
 
     mode: defines when a token needs a neuron. exact: when the neuron fires, so that its value part is read; predicted:
         when it is predicted, so that both parts are read; thresholded: when it is not below the threshold
-    source: measured by `profile`, or powerinfer: imported counts
+    source: measured by `profile`, powerinfer: imported counts, or counted by runs (plans/history)
     text: name of the text
     tokens: number of tokens of the text
     curve: share of the neurons -> their share of the needed neurons, over all feed-forwards. Neurons are in the

@@ -26,8 +26,9 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.marks import Range
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 14
+VERSION = 15
 MAX_PLAN_BYTES = 16 << 20
+MAX_CORRECTION = 8.0
 
 
 Mode = Literal["exact", "predicted", "thresholded"]
@@ -272,10 +273,23 @@ class Expected:
 
 
 @frozen(kw_only=True)
+class Corrections:
+    """Factors by which earlier runs have corrected the measured facts of a device, for times of decode steps.
+
+    kernels: time of kernels and of reading memory
+    reads: time that workers wait for flash
+    """
+
+    kernels: Annotated[float, Range(1 / MAX_CORRECTION, MAX_CORRECTION)] = 1.0
+    reads: Annotated[float, Range(1 / MAX_CORRECTION, MAX_CORRECTION)] = 1.0
+
+
+@frozen(kw_only=True)
 class Plan:
     """One plan.
 
     reasons: sentences on why it is as it is, and on what was assumed
+    corrections: those that are part of `expected`
     """
 
     version: int
@@ -286,6 +300,7 @@ class Plan:
     flash: Flash
     expected: Expected
     reasons: tuple[str, ...]
+    corrections: Corrections = Corrections()
 
     @property
     def id(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neuronpipe.plans.cost.activation_rates import ASSUMED_FIRED
+from neuronpipe.plans.cost.activation_rates import ASSUMED_FIRED, profile_for
 from neuronpipe.plans.cost.work_cost import (
     ASSUMED_READ_DELAY_US,
     ASSUMED_READ_FACTOR,
@@ -54,7 +54,7 @@ def _of_package(manifest: Manifest, mode: Mode, all_resident: bool) -> Iterator[
     if all_resident:
         return
     mode_profile = manifest.profile(mode)
-    profile = mode_profile or manifest.profile("exact")
+    profile = profile_for(manifest, mode)
     if profile is None:
         yield f"assumed, without an activity profile: it misses as other models did; {_ACTIVITY}"
     elif not profile.misses:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 
 from neuronpipe.plans.cost import expected_misses as missing
-from neuronpipe.plans.cost.activation_rates import ActivationRates, ranking
+from neuronpipe.plans.cost.activation_rates import ActivationRates, profile_for, ranking
 from neuronpipe.plans.cost.cluster_ranking import Ranking, occupied_slots
 from neuronpipe.plans.package.activity_profile import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
@@ -189,18 +189,21 @@ class _PinAllocator:
         max_each = slots.max_pinned // self._ffns
         hottest = min(int(self._rates.neurons_active_in(PINNED_FROM) * self._clusters), max_each // 2)
         few = 0 if self._mixture else hottest
-        return max_each if self._missed(average_slots, max_each) < self._missed(average_slots, few) else few
+        with_few, with_most = (self._accesses(average_slots, each) for each in (few, max_each))
+        profile = profile_for(self._manifest, self._mode)
+        if profile is not None and profile.source == "counted" and with_few.accesses < average_slots.occupied_slots:
+            return few  # how often each cluster is accessed is assumed, but what a cache misses was counted
+        return max_each if int(with_most.misses) < int(with_few.misses) else few
 
-    def _missed(self, slots: PartSlots, each: int) -> int:
-        """Return how many whole clusters a token is expected to miss if `each` clusters of every feed-forward are
+    def _accesses(self, slots: PartSlots, each: int) -> missing.PartAccesses:
+        """Return the accesses and misses that are expected of a token if `each` clusters of every feed-forward are
         pinned."""
         share = self._rates.trigger_read if self._whole or slots.part == "trigger" else self._rates.value_read
         resident = missing.ResidentSlots(occupied=slots.occupied_slots, pinned=min(each * self._ffns, slots.max_pinned))
         all_accessed = self._mode != "predicted" and (slots.part == "trigger" or self._whole)
-        accesses = missing.part_accesses(
+        return missing.part_accesses(
             self._manifest, self._rates, self._mode, share, resident, 1, all_accessed=all_accessed
         )
-        return int(accesses.misses)
 
     # ---- several sequences -----------------------------------------------------------------------------------
     def _saves(self, pins: tuple[_PartPins, _PartPins], fewer_pins: tuple[_PartPins, _PartPins]) -> bool:

@@ -91,6 +91,7 @@ class Snapshot(Message):
     tokens_per_s: tokens generated per second of recent time between tokens; 0 if none were
     prompt_tokens_per_s: prompt tokens computed per second of recent prefill steps; 0 if none were
     tbt_ms: recent time between tokens, as "p50", "p90" and "p99"; empty if there was none
+    deviations: as in `Status`
     memory_bytes: memory of processes and segments together
     memory_peak_bytes: maximum of `memory_bytes` so far
     memory_limit_bytes: the plan's limit
@@ -134,6 +135,7 @@ class Snapshot(Message):
     tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     tbt_ms: dict[str, float]
+    deviations: str = ""
     memory_bytes: int = 0
     memory_peak_bytes: int = 0
     memory_limit_bytes: int = 0

@@ -106,10 +106,10 @@ class CoordinatorService:
         self._control = Listener(self._context, CONTROL, job.endpoints["control"])
         self._events = Publisher(self._context, EVENTS, job.endpoints["events"])
         self._step_events = StepEvents(self._events)
-        neurons = model.ffns * model.neurons
         self._pipeline = StepPipeline(self._memory, model, self._sampler)
         self._deferred: list[Event] = []  # noticed while actions were carried out
-        self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events, job.plan)
+        spans = Trace.of(job, self._memory)
+        self._meter = Meter(self._memory, job.package.manifest, spans, self._step_events, job.plan)
         self._report = Report(job, self._scheduler, self._processes, self._meter)
         self._delays = processes.DelayWatch(self._processes, job.directory.path, self._report.notes)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from neuronpipe.native import lib
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, reads_whole
 from neuronpipe.protocol.channel import Publisher
 from neuronpipe.protocol.codec import Message
@@ -27,16 +28,18 @@ from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score, Tokenize
 from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.services.coordinator.plan_check import PlanCheck
 from neuronpipe.services.coordinator.scheduling.events import ProcessKey
 from neuronpipe.services.coordinator.scheduling.processes import WorkerProcess, WorkerProcesses
 from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
 from neuronpipe.services.coordinator.scheduling.sequences import Cost, add_cost
 from neuronpipe.services.runtime.job import Job
-from neuronpipe.services.runtime.miss_counts import Misses, MissesOfRun, is_far_above, misses_of
+from neuronpipe.services.runtime.miss_counts import Misses, MissesOfRun, misses_of
 from neuronpipe.services.runtime.run_memory import RunMemory
 from neuronpipe.services.runtime.trace import Trace
 
 EVERY_MS = 25
+WARM_UP_LEFT: Final = BOARD_FLASH.index("warm_up_left_bytes")
 log = logging.getLogger(__name__)
 PINS: Final[tuple[Pins, ...]] = ("held", "tried", "let_go", "held")
 """State of the pins for each value of the word that the cache writes."""
@@ -45,11 +48,11 @@ PINS: Final[tuple[Pins, ...]] = ("held", "tried", "let_go", "held")
 class Meter:
     """Measurements of steps and requests, from the clock and the board.
 
-    neurons: number of neurons of all layers and experts
+    plan_check: the comparison of decode steps with the plan
     tokens: number of tokens sent to clients so far
     """
 
-    def __init__(self, memory: RunMemory, neurons: int, spans: Trace, events: StepEvents, plan: Plan) -> None:
+    def __init__(self, memory: RunMemory, manifest: Manifest, spans: Trace, events: StepEvents, plan: Plan) -> None:
         self._board_memory = memory.view("board", "memory")
         self._board_flash = memory.view("board", "flash")
         self._slots = memory.view("residency", "slots")
@@ -57,8 +60,8 @@ class Meter:
         self._board_misses = memory.view("board", "misses")
         self._board_misses[: len(BOARD_MISSES)] = array("Q", bytes(8 * len(BOARD_MISSES)))
         self._misses, self._whole = MissesOfRun(), reads_whole(plan.compute, plan.flash)
-        self._planned_miss_rate, self._noted_misses = plan.expected.miss_rate, False
-        self._neurons = neurons
+        self.plan_check = PlanCheck(plan, manifest, memory.view("board", "terms"))
+        self._neurons = manifest.model.ffns * manifest.model.neurons
         self._spans = spans
         self._events = events
         self._flash_at_start: dict[str, tuple[int, int]] = {}
@@ -126,21 +129,20 @@ class Meter:
         }
         self._done = self._sent, self._sent_ns, cost, self._counters
         if isinstance(self._sent, Step):
-            total = self._misses.add(misses_of(self._counters, whole=self._whole))
-            self._note_misses()
+            misses = misses_of(self._counters, whole=self._whole)
+            total = self._misses.add(misses)
+            if tokens == 1 and not self._board_flash[WARM_UP_LEFT]:
+                self.plan_check.add(
+                    self._counters,
+                    position=self._sent.positions[0],
+                    ms=cost["ms"],
+                    read_bytes=cost["read_bytes"],
+                    lookups=misses.wanted,
+                    missed=misses.missed,
+                )
             for n, name in enumerate(BOARD_MISSES):
                 self._board_misses[n] = int(getattr(total, name))
         return cost
-
-    def _note_misses(self) -> None:
-        """Log once per run if it misses far more than its plan expects."""
-        if not self._noted_misses and is_far_above(self._misses.recent.rate, self._planned_miss_rate):
-            self._noted_misses = True
-            rates = self._misses.recent.rate, self._planned_miss_rate
-            log.warning(
-                "%.0f%% of the clusters that steps need are not in memory; the plan expects %.0f%%",
-                *(100 * r for r in rates),
-            )
 
     def sampled(self, began_ns: int, tokens: int, end_ns: int | None = None) -> None:
         self._sampled_ns = self._spans.put(lib.NP_SPAN_SAMPLE, began_ns, value=tokens, step=self._step, end_ns=end_ns)
@@ -330,6 +332,7 @@ class Report:
             planned_miss_rate=self._job.plan.expected.miss_rate,
             pins=PINS[self._meter.pin_state_now()],
             device_profile=self._meter.device_profile_now(),
+            deviations=self._meter.plan_check.sentence,
         )
 
     def _statuses(self, now: float, ending: bool) -> tuple[ProcessStatus, ...]:

@@ -112,6 +112,7 @@ class Monitor:
                     "sequences_active",
                     "max_sequences",
                     "sequences_waiting",
+                    "deviations",
                 )
             }
         for name, word in MEMORY_WORDS.items():

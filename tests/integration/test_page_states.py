@@ -208,6 +208,13 @@ def test_warm_up_is_shown_until_it_is_done(page: Page) -> None:
         assert page.eventually(lambda: not page["warm-up"].is_displayed())
 
 
+def test_terms_that_are_off_the_plan_are_named(page: Page) -> None:
+    assert page.eventually(lambda: "ready" in page["state"].text)
+    assert "Off the plan" not in page["waits"].text
+    page.server.snapshot = run_snapshot(deviations="misses: planned 8.0%, measured 21%")
+    assert page.eventually(lambda: page["waits"].text.endswith("Off the plan: misses: planned 8.0%, measured 21%."))
+
+
 # ---- for everybody -------------------------------------------------------------------------------------------
 def test_it_fits_the_narrowest_phone_in_every_state(page: Page) -> None:
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)

@@ -118,7 +118,7 @@ def test_another_process_describes_the_device(monkeypatch: pytest.MonkeyPatch) -
 
 def test_nothing_of_it_is_imported_by_who_does_not_ask_for_it() -> None:
     code = (
-        "import sys; import neuronpipe.launch.cli, neuronpipe.launch.supervisor.supervisor as s; s.preload();"
+        "import sys; import neuronpipe.launch.cli, neuronpipe.launch.supervisor.start as s; s.preload();"
         "print([name for name in sys.modules if 'opencl' in name or 'worker.gpu' in name])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

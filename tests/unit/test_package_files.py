@@ -251,7 +251,8 @@ def test_processes_of_a_run_are_forked_without_numpy() -> None:
     script = (
         "import sys\nfrom neuronpipe.launch.verbs.measurements import bench, report\n"
         "from neuronpipe.launch.verbs.runs import run, up\n"
-        "from neuronpipe.launch.supervisor.supervisor import preload\npreload()\nassert 'numpy' not in sys.modules\n"
+        "from neuronpipe.launch.supervisor.start import preload\npreload()\n"
+        "assert 'numpy' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

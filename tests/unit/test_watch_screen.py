@@ -89,6 +89,17 @@ def test_what_processes_take_is_shown_beside_the_regions() -> None:
     assert "■ processes 100.0 MiB" in console.export_text()
 
 
+def test_terms_that_are_off_the_plan_are_shown_whole() -> None:
+    view, console = View("run"), Console(width=40, file=io.StringIO(), record=True)
+    sentence = "misses: planned 8.0%, measured 21%; kernels: planned 4.0 ms a token, measured 9.0 ms"
+    view.show(dataclasses.replace(SHOT, deviations=sentence, withheld_bytes=64 << 20))
+    console.print(render([view], 40))
+    text = " ".join(console.export_text().split())
+    assert f"off the plan {sentence}" in text
+    assert "memory is short: 64.0 MiB given back" in text
+    assert "off the plan" not in " ".join(shown(40))
+
+
 def test_cores_and_memory_of_processes_make_way_for_what_they_do() -> None:
     (narrow,) = [line for line in shown(40) if line.startswith("process ")]
     (wide,) = [line for line in shown(60) if line.startswith("process ")]

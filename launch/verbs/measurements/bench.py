@@ -74,6 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError("--versus and --compare: one or the other")
     earlier = read_rows(arguments.compare) if arguments.compare else None
     options = _with_sequences(planning.plan_options(arguments), arguments.batch)
+    options = dataclasses.replace(options, history=False)  # the cost model is compared, without corrections by runs
     package, plan = package_and_plan(arguments.package, options, plain=arguments.json)
     cases = arguments.tests or default_cases(plan.compute.context_tokens)
     if arguments.batch > 1:

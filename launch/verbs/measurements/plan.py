@@ -17,6 +17,8 @@ from neuronpipe.launch.planning.package_argument import add_package_argument, op
 from neuronpipe.launch.planning.plan import PlanResult, plan_for, plan_here
 from neuronpipe.launch.planning.search import Subject
 from neuronpipe.launch.planning.shapes import model_required, no_activity, plan_shape_here
+from neuronpipe.plans.history.history_file import forget_history, read_history
+from neuronpipe.plans.history.history_report import runs_table
 from neuronpipe.plans.lab.devices.device_description import caveats, planner_device
 from neuronpipe.plans.lab.devices.device_file import THIS_MACHINE, DeviceModel, read_device
 from neuronpipe.plans.lab.shapes.models import known_models, model_named, shape_named
@@ -26,6 +28,7 @@ from neuronpipe.plans.plan.document import ACCELERATOR, Plan, read_plan
 from neuronpipe.plans.plan.report import difference, explain
 from neuronpipe.plans.planner import tradeoffs
 from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.schema import to_json
 
 COMMON_OPTIONS = ("package", *planning.COMMON, "target_speed", "device", "output", "diff", "json")
 
@@ -41,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan for another device: a name that `neuronpipe simulate` knows, e.g. oneplus-12, or a device file "
         "(default: this machine)",
     )
+    parser.add_argument(
+        "--forget",
+        action="store_true",
+        help="first remove what earlier runs of the package have counted and measured",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to a file for --plan")
     show = parser.add_mutually_exclusive_group()
     show.add_argument("--diff", type=Path, metavar="FILE", help="show the differences from the plan in FILE")
@@ -49,14 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     options, path, gateway = planning.plan_options(arguments), arguments.package, arguments.gateway
-    device = None if arguments.device == THIS_MACHINE else arguments.device
+    device, history = None if arguments.device == THIS_MACHINE else arguments.device, None
     if device is not None:
         result = _plan_for_device(path, options, device, gateway=gateway)
     elif _is_shape(path):
         result = _plan_for_shape(path, options, gateway=gateway)
     else:
         package = open_package(path, plain=arguments.json)
+        if arguments.forget:
+            forget_history(package.manifest.id)
         result = plan_here(package, options, plain=arguments.json, several=gateway, gateway=gateway)
+        if options.history:
+            history = read_history(package.manifest.id, result.plan.device_id)
     plan = result.plan
     if arguments.output is not None:
         with whole_file(arguments.output) as file:
@@ -66,9 +78,12 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     alternatives = None if result.search is None else tradeoffs.describe(*result.search)
     if arguments.json:
-        print(json.dumps(json.loads(plan.to_json()) | {"search": alternatives}, indent=2))
+        runs = [] if history is None else to_json(history).get("runs", [])
+        print(json.dumps(json.loads(plan.to_json()) | {"search": alternatives, "earlier_runs": runs}, indent=2))
         return 0
     print(explain(plan), end="" if alternatives is None else f"\n{tradeoffs.render(alternatives)}")
+    if history is not None and history.runs:
+        print(f"\n{runs_table(history)}", end="")
     if device is not None:
         share = plan.memory.slots_bytes / plan.memory.ffn_bytes
         words = ["neuronpipe", "simulate", device, str(path), "--ffn-resident", f"{share:.0%}"]

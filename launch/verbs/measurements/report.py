@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -43,7 +44,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"--name: at most {MAX_NAME_CHARACTERS} printable characters")
     if arguments.output is not None and not arguments.output.parent.is_dir():
         raise UserError(f"--output {arguments.output}: there is no folder {arguments.output.parent}; make it first")
-    package, plan = package_and_plan(arguments.package, planning.plan_options(arguments), plain=arguments.json)
+    options = dataclasses.replace(planning.plan_options(arguments), history=False)  # as in `bench`
+    package, plan = package_and_plan(arguments.package, options, plain=arguments.json)
     device, cases = probe(package.path), default_cases(plan.compute.context_tokens)
     with live_bench(package, plan, device, cases, REPETITIONS, plain=arguments.json) as run:
         rows = [run.bench.measure(case, REPETITIONS, run.step) for case in cases]

@@ -10,9 +10,12 @@ import json
 
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning.package_argument import add_package_argument, open_package
+from neuronpipe.plans.history.history_file import read_history
+from neuronpipe.plans.history.history_report import counted_line
 from neuronpipe.plans.inspect import describe, render
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.schema import to_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +34,14 @@ def main(arguments: argparse.Namespace) -> int:
     package = open_package(arguments.package, plain=arguments.json)
     if arguments.activations:
         return _compare_activations(arguments, package)
-    description = describe(package, probe(package.path).flash)
-    print(json.dumps(description, indent=2) if arguments.json else as_typed(render(description)))
+    device = probe(package.path)
+    description, history = describe(package, device.flash), read_history(package.manifest.id, device.id)
+    if arguments.json:
+        print(json.dumps(description | {"history": to_json(history)}, indent=2))
+        return 0
+    print(as_typed(render(description)))
+    if line := counted_line(history):
+        print(f"history    {line}")
     return 0
 
 

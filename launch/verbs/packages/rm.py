@@ -5,11 +5,15 @@ Only full names are accepted: it never removes a folder that the user made."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import NoReturn
 
 from neuronpipe.launch.formats import show_bytes
+from neuronpipe.plans.history.history_file import forget_history
+from neuronpipe.plans.package.manifest import MANIFEST
+from neuronpipe.plans.package.parsing.parse import read_manifest
 from neuronpipe.plans.package.writer import disk_usage_bytes
 from neuronpipe.plans.pull.package_library import (
     package_names,
@@ -44,6 +48,8 @@ def main(arguments: argparse.Namespace) -> int:
         ):
             if name in existing:
                 size = disk_usage_bytes(folder / name)
+                with contextlib.suppress(UserError):  # a damaged package can be removed as well
+                    forget_history(read_manifest(folder / name / MANIFEST).id)
                 remove(name)
                 freed_bytes += size
     if arguments.json:

@@ -99,7 +99,14 @@ def _open_run(
         return
     package, plan = package_and_plan(package_or_offer(path, options, may_ask=True), options, plain=False)
     with (
-        started_run(package, plan, directory, stays=False, uses=implementations(uses, plan)) as live,
+        started_run(
+            package,
+            plan,
+            directory,
+            stays=False,
+            uses=implementations(uses, plan),
+            keeps_history=options.keeps_history and not uses,
+        ) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         yield client, package, False

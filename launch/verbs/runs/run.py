@@ -62,7 +62,14 @@ def main(arguments: argparse.Namespace) -> int:
     uses = implementations(arguments.use, plan)
     thresholds = package.manifest.silent if plan.compute.mode == "thresholded" else None
     with (
-        started_run(package, plan, arguments.run, stays=False, uses=uses) as live,
+        started_run(
+            package,
+            plan,
+            arguments.run,
+            stays=False,
+            uses=uses,
+            keeps_history=plan_options.keeps_history and not arguments.use,
+        ) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         extra_fields = {} if thresholds is None else {"silent": asdict(thresholds)}

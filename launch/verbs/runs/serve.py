@@ -213,7 +213,14 @@ def _serve_run(
     with (
         contextlib.ExitStack() as after_run,
         started_run(
-            package, plan, options.run, stays=False, uses=uses, listener=listener, measures_idle=measures
+            package,
+            plan,
+            options.run,
+            stays=False,
+            uses=uses,
+            listener=listener,
+            keeps_history=options.plan.keeps_history and not options.uses,
+            measures_idle=measures,
         ) as live,
     ):
         try:

@@ -59,8 +59,11 @@ def _used(name: str, size: dict[str, int]) -> str:
 
 
 def show_misses(status: Status) -> str:
-    """Return a warning if the run misses far more than its plan expects, or has released pins for that; else empty."""
-    far = is_far_above(status.miss_rate, status.planned_miss_rate)
+    """Return a warning if the run misses far more than its plan expects, or has released pins for that; else empty.
+
+    Misses that `deviations` states are not repeated.
+    """
+    far = not status.deviations and is_far_above(status.miss_rate, status.planned_miss_rate)
     if not far and status.pins == "held":
         return ""
     rates = f"{status.miss_rate:.0%} of the clusters that tokens need, the plan expects {status.planned_miss_rate:.0%}"
@@ -80,6 +83,7 @@ def render(facts: dict[str, Any], status: Status) -> str:
         f"sequences {status.sequences_active} of {status.max_sequences}, {status.sequences_waiting} waiting; "
         f"{status.steps} steps, {status.tokens} tokens, {show_bytes(status.flash_bytes)} read from flash",
         *([f"warming up: {show_warm_up(status.warm_up)}"] if status.warm_up and not status.warm_up.done else []),
+        *([f"off the plan: {status.deviations}"] if status.deviations else []),
         *([f"misses {misses}"] if (misses := show_misses(status)) else []),
         *([f"device profile: {IDLE_PROFILE[status.device_profile]}"] if status.device_profile else []),
         *([f"throttled: pauses for {status.throttle_share:.0%} of the time"] if status.throttle_share else []),

@@ -41,7 +41,15 @@ def main(arguments: argparse.Namespace) -> int:
     uses = implementations(arguments.use, plan)
     measures = not arguments.no_idle_profile and not has_device_profile(package.path)
     with (
-        started_run(package, plan, arguments.run, stays=True, uses=uses, measures_idle=measures) as live,
+        started_run(
+            package,
+            plan,
+            arguments.run,
+            stays=True,
+            uses=uses,
+            measures_idle=measures,
+            keeps_history=options.keeps_history and not arguments.use,
+        ) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         await_ready(client, plain=arguments.json)

@@ -145,7 +145,8 @@ function figures(run) {
   put("memory", bytes(run.memory_bytes));
   put("limit", `of ${bytes(run.memory_limit_bytes)}, peak ${bytes(run.memory_peak_bytes)}`);
   const waitingShares = [["flash", run.flash_wait], ["each other", run.participant_wait]].filter(([, share]) => share !== null);
-  put("waits", waitingShares.length ? `Recently the workers waited ${waitingShares.map(([what, share]) => `${Math.round(100 * share)} % for ${what}`).join(", ")}.` : "");
+  const waits = waitingShares.length ? `Recently the workers waited ${waitingShares.map(([what, share]) => `${Math.round(100 * share)} % for ${what}`).join(", ")}.` : "";
+  put("waits", run.deviations ? `${waits} Off the plan: ${run.deviations}.` : waits);
 }
 
 function trend() {
