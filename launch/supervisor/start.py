@@ -121,7 +121,9 @@ def started_run(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, HASTEN))
     with _frozen_heap():
         try:
-            live = _fork(package, plan, path, stays, uses or Implementations(), listener, fixed, measures_idle, keeps_history)
+            live = _fork(
+                package, plan, path, stays, uses or Implementations(), listener, fixed, measures_idle, keeps_history
+            )
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)  # signals that were blocked are raised here
                 yield live

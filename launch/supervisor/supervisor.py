@@ -42,7 +42,7 @@ from neuronpipe.launch.supervisor.run_history import RunHistory
 from neuronpipe.launch.supervisor.watchdog import Watchdog, observe_run
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.document import ACCELERATOR, BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
+from neuronpipe.plans.plan.document import ACCELERATOR, BACKEND_ROLES, GATEWAY, Plan, ProcessSpec
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.memory.layout import LINE_WORDS
@@ -56,7 +56,6 @@ from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.runtime.listener import Listener
 from neuronpipe.services.runtime.pulse import Pulse, shared_words
 from neuronpipe.services.runtime.run_memory import Epoch, RunMemory, create_segments
-from neuronpipe.services.steps.backend import BACKENDS
 
 EXHAUSTED = 3  # exit status: a process exceeded its restart budget; another run may fare better
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
@@ -142,7 +141,6 @@ class Supervisor:
             signal.signal(number, self._on_stop_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, HASTEN))  # blocked since the fork
         publish(self._directory, self._run, self._package, self._plan, self._segments)
-        preload({role for role, _ in self._lines})
         gc.collect()
         gc.freeze()  # the collector would write to every shared page, and so copy it
         try:
