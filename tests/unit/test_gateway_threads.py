@@ -35,6 +35,15 @@ with bounded_growth():
 """
 
 
+KINDS = {
+    ".html": b"text/html",
+    ".css": b"text/css",
+    ".js": b"text/javascript",
+    ".svg": b"image/svg+xml",
+    ".webmanifest": b"application/manifest+json",
+}
+
+
 async def served(path: str, threads: set[threading.Thread]) -> tuple[dict[bytes, bytes], bytes]:
     """Headers and content of a file of the page. threads: those that there are meanwhile are added."""
     sent: list[Any] = []
@@ -62,8 +71,8 @@ def test_the_files_of_the_page_are_served_at_once_without_a_thread() -> None:
     before, threads = set(threading.enumerate()), set[threading.Thread]()
     for file, (headers, content) in zip(files, asyncio.run(all_at_once()), strict=True):
         assert content == file.read_bytes()
-        kind = {".html": b"text/html", ".css": b"text/css", ".js": b"text/javascript"}[file.suffix]
-        assert headers[b"content-type"] == kind + b"; charset=utf-8"
+        kind = KINDS[file.suffix]
+        assert headers[b"content-type"] == kind + (b"; charset=utf-8" if kind.startswith(b"text/") else b"")
     assert threads == before
 
 
