@@ -34,11 +34,11 @@ MEAN_CODES = {"Q4_K": 7.5}  # minima of this size, in units of scales, center th
 class Tensor(NamedTuple):
     """A tensor of a GGUF counterpart.
 
-    rows: 0: a vector
+    rows: number of rows; 0: a vector
     stacked: number of stacked matrices, one for each expert or head; 0: a plain matrix
-    lengths: of its rows; empty: all about 1
-    constant: of all elements; None: random, vectors are 1
-    values: of a vector; empty: as `constant` says
+    lengths: lengths of its rows; empty: all about 1
+    constant: value of all elements; None: random, vectors are 1
+    values: elements of a vector; empty: as `constant` says
     """
 
     name: str

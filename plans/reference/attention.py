@@ -1,4 +1,4 @@
-"""Attention as its description defines it (plans/models/spec.py), in float32: rotary positions, heads, and latents."""
+"""Attention as its description defines it (plans/models/spec.py), in float32: norms, positions, heads, and latents."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.reference.norms import rms_norm
 from neuronpipe.plans.reference.weights import Array
 
 LATENT_EPSILON = 1e-6  # of the norms of latents, in every model
+
+
+def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
+    """Return x / rms(x) * weight over the last axis."""
+    mean: Array = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
+    normed: Array = x / np.sqrt(mean + np.float32(epsilon)) * weight
+    return normed
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
+    """Return (x - mean) / deviation * weight + bias over the last axis."""
+    centred = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float32)
+    return rms_norm(centred, weight, epsilon) + bias
 
 
 def rotate(heads: Array, angles: Array) -> Array:

@@ -11,9 +11,8 @@ from neuronpipe.plans.convert.checkpoint import ffn_name
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import PredictorInput
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.reference.attention import LatentAttention, attend, capped, clipped, rotated
+from neuronpipe.plans.reference.attention import LatentAttention, attend, capped, clipped, layer_norm, rms_norm, rotated
 from neuronpipe.plans.reference.expert_shares import expert_shares
-from neuronpipe.plans.reference.norms import layer_norm, rms_norm
 from neuronpipe.plans.reference.recurrent import RecurrentLayer, sigmoid
 from neuronpipe.plans.reference.weights import Array, PackageWeights, Weights
 from neuronpipe.protocol.errors import UserError

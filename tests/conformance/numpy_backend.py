@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.predictor.thresholds import threshold_mask
-from neuronpipe.plans.reference.attention import rotate
+from neuronpipe.plans.reference.attention import rms_norm, rotate
 from neuronpipe.plans.reference.engine import Array, ReferenceEngine
-from neuronpipe.plans.reference.norms import rms_norm
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.steps.backend import Backend, Phase, Placement, StepWork

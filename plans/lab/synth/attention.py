@@ -14,8 +14,7 @@ from neuronpipe.plans.lab.synth.tokens import STATE_POWER, CalibrationSequences
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.tensors import latent_matrices
 from neuronpipe.plans.package.writer import Rows
-from neuronpipe.plans.reference.attention import LatentAttention, attend, rotated
-from neuronpipe.plans.reference.norms import rms_norm
+from neuronpipe.plans.reference.attention import LatentAttention, attend, rms_norm, rotated
 from neuronpipe.plans.reference.quantized import product
 from neuronpipe.plans.reference.recurrent import sigmoid
 from numpy.typing import NDArray

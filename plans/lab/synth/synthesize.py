@@ -45,7 +45,7 @@ from neuronpipe.plans.package.predictor_writer import FiringShares, write_predic
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_vectors, recurrent_vectors
 from neuronpipe.plans.package.writer import PackageWriter, Rows
-from neuronpipe.plans.reference.norms import layer_norm, rms_norm
+from neuronpipe.plans.reference.attention import layer_norm, rms_norm
 from numpy.typing import NDArray
 
 PREDICTOR_RECALL = 0.97

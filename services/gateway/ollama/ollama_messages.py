@@ -66,11 +66,11 @@ class OllamaMessage(Lenient):
 class PendingCalls:
     """The calls of a conversation that have no result yet, oldest first.
 
-    taken: the ids that its messages state, which no new id equals
+    stated: ids that its messages state, which no new id equals
     """
 
-    def __init__(self, taken: Collection[str] = ()) -> None:
-        self._taken = taken
+    def __init__(self, stated: Collection[str] = ()) -> None:
+        self._stated = stated
         self._names: dict[str, str] = {}  # by the ids of the calls
         self._ids: dict[str, dict[str, None]] = {}  # by the names of the functions, oldest first
         self._numbers = count()
@@ -102,7 +102,7 @@ class PendingCalls:
             del self._ids[name][id_]
 
     def _new_id(self) -> str:
-        return next(id_ for number in self._numbers if (id_ := f"call_{number}") not in self._taken)
+        return next(id_ for number in self._numbers if (id_ := f"call_{number}") not in self._stated)
 
 
 def stated_ids(messages: Sequence[OllamaMessage]) -> set[str]:
