@@ -142,8 +142,8 @@ class Neurons:
             yield *self._stored(block.before), down
 
     def _stored(self, before: Sequence[Rows]) -> tuple[Rows, ...]:
-        trigger, *rest = before
-        return (Rows(q3_of_q4(trigger.quants), trigger.scales) if self.gates == "q3" else trigger), *rest
+        trigger, *following = before
+        return (Rows(q3_of_q4(trigger.quants), trigger.scales) if self.gates == "q3" else trigger), *following
 
     def _whole(self) -> tuple[Rows, ...]:
         matrices = zip(*(block.before for block in self.blocks), strict=True)
