@@ -98,7 +98,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--context",
         type=parse_count,
         metavar="TOKENS",
-        help="context length (default: the package's, less if its KV cache would take over an eighth of memory)",
+        help="context length (default: what memory allows)",
     )
     group.add_argument(
         "--sequences",

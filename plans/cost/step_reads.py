@@ -33,7 +33,7 @@ class ReadOrder:
 
     @property
     def first_issued(self) -> IssueTime:
-        """When the first reads of a layer are issued: those of triggers or of whole clusters."""
+        """The time at which the first reads of a layer are issued: those of triggers or of whole clusters."""
         return IssueTime.AHEAD if self.in_order and self.manifest.model.experts == 1 else IssueTime.TOGETHER
 
     @property

@@ -93,7 +93,7 @@ class StepWork:
 
     @property
     def attention_ms(self) -> float | None:
-        """Time outside of feed-forwards."""
+        """The time of a step outside of feed-forwards."""
         return summed(self.fixed_ms, self.kv_ms)
 
     @property

@@ -12,7 +12,9 @@ With more memory, the chosen plan is never expected to be slower. Each choice by
 other than the rules' is only chosen if it is clearly faster, and returning to the rules where it is no longer clearly
 faster would lose speed. So variants are chosen at fixed limits, from the smallest upwards, and the search returns to
 the rules only where they are as fast. Between two of these limits the variant does not change. The cost model has small
-steps; so if the plan of a smaller limit is faster, the search keeps that plan, which fits as well.
+steps; so if the plan of a smaller limit is faster, the search keeps that plan, which fits as well. There is one
+exception: from the smallest limit on that the rules' variant fits, plans of limits below it are not kept. Otherwise a
+small error of the model would leave most of the memory unused.
 """
 
 from __future__ import annotations
@@ -201,14 +203,16 @@ class Search:
     def _faster_with_less(self, limit_bytes: int, chosen: Candidate) -> Candidate | None:
         """Return the fastest choice within a smaller limit if it is faster than `chosen`, else None. Compared are the
         limits of `limits_bytes` with which the options of `chosen` are faster, and all limits that this search has
-        chosen for before. With --ffn-resident the result is None: the residency is given, and a smaller limit would
-        only shrink staging."""
+        chosen for before. If the rules' variant fits this limit, limits that it does not fit are left out. With
+        --ffn-resident the result is None: the residency is given, and a smaller limit would only shrink staging."""
         if chosen.tokens_per_s is None or self.options.ffn_resident_share is not None:
             return None
+        min_rules_bytes = self._unlimited[0].plan.memory.least_bytes
+        lowest_bytes = min_rules_bytes if limit_bytes >= min_rules_bytes else 0
         for limit in self.limits_bytes():
-            if limit < limit_bytes and self._may_be_faster(limit, chosen):
+            if lowest_bytes <= limit < limit_bytes and self._may_be_faster(limit, chosen):
                 self._choose(limit)
-        smaller = [candidate for limit, candidate in self._chosen.items() if limit < limit_bytes]
+        smaller = [candidate for limit, candidate in self._chosen.items() if lowest_bytes <= limit < limit_bytes]
         fastest = min(smaller, key=self.ms, default=None)
         return fastest if fastest is not None and self.ms(fastest) < self.ms(chosen) else None
 
@@ -320,8 +324,11 @@ class Search:
         )
 
     def _previous_variant(self, step: int) -> Variant | None:
-        """Return the variant chosen at the next smaller limit; None at the smallest."""
-        return self._variant_at(step - 1) if step else None
+        """Return the variant chosen at the next smaller limit. None if the rules' variant did not fit there, since the
+        two were then not compared."""
+        if step == 0 or self._try(self.limits_bytes()[step - 1]).rules is None:
+            return None
+        return self._variant_at(step - 1)
 
     # ---- choices ---------------------------------------------------------------------------------------------
     def _try(self, limit_bytes: int | None) -> _Trial:

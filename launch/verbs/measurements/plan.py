@@ -34,8 +34,9 @@ COMMON_OPTIONS = ("package", *planning.COMMON, "target_speed", "device", "output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    large = ", ".join(name for name in known_models() if not name.endswith("-100m"))  # small ones are for tests
-    add_package_argument(parser, shapes=f"; or a shape, which needs no package: {large}")
+    add_package_argument(
+        parser, shapes="; or a shape, which needs no package, such as qwen3-30b-a3b: `neuronpipe simulate --help`"
+    )
     planning.add_plan_arguments(parser)
     parser.add_argument("--gateway", action="store_true", help="include a gateway, as `serve` does")
     parser.add_argument(

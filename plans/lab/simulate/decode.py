@@ -201,14 +201,14 @@ class _Token:
         costs, ends = self._costs, []
         groups = min(READ_GROUPS, math.ceil(max(triggers, values)))
         for _ in range(groups):
-            gates, rest = triggers / groups, values / groups
+            gates, ups = triggers / groups, values / groups
             first_read = self._read(layer, costs.read_first(gates, triggers), reads_from)
             if costs.whole:
-                ends.append(self._cluster(layer, costs.neurons(gates, rest), [first_read, *computes_from]))
+                ends.append(self._cluster(layer, costs.neurons(gates, ups), [first_read, *computes_from]))
                 continue
             gate = self._cluster(layer, costs.neurons(gates, 0.0), [first_read, *computes_from])
-            rest_read = self._read(layer, costs.read_values(rest, values), [gate])
-            ends.append(self._cluster(layer, costs.neurons(0.0, rest), [rest_read]))
+            values_read = self._read(layer, costs.read_values(ups, values), [gate])
+            ends.append(self._cluster(layer, costs.neurons(0.0, ups), [values_read]))
         return ends
 
     def _reads(self, layer: int, triggers: float, after: list[Task]) -> list[Task]:
