@@ -13,7 +13,7 @@ import pytest
 from neuronpipe.plans.convert.conversion import convert
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.reference import engine as reference
+from neuronpipe.plans.reference import attention as reference
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.protocol.errors import UserError
 

@@ -34,9 +34,7 @@ COMMON_OPTIONS = ("package", *planning.COMMON, "target_speed", "device", "output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_package_argument(
-        parser, shapes="; or a shape, which needs no package, such as qwen3-30b-a3b: `neuronpipe simulate --help`"
-    )
+    add_package_argument(parser, shapes="; or a shape, which needs no package: a name that `neuronpipe simulate` knows")
     planning.add_plan_arguments(parser)
     parser.add_argument("--gateway", action="store_true", help="include a gateway, as `serve` does")
     parser.add_argument(
