@@ -132,7 +132,7 @@ def record(package: Package, mode: Mode, tokens: Sequence[int], of: str) -> Reco
     experts = model.most_experts
     predictor = StoredPredictor(package) if mode == "predicted" else None
     chosen = np.zeros((len(tokens), model.layers, experts), dtype=bool)
-    wanted = np.zeros((len(tokens), model.layers, experts, layout.clusters), dtype=bool)
+    accessed = np.zeros((len(tokens), model.layers, experts, layout.clusters), dtype=bool)
 
     def observe(run: LayerRun) -> None:
         layer, expert = model.place_of(run.ffn)
@@ -140,11 +140,11 @@ def record(package: Package, mode: Mode, tokens: Sequence[int], of: str) -> Reco
         padded = np.zeros((len(neurons), layout.clusters * layout.cluster_neurons), dtype=bool)
         padded[:, : neurons.shape[1]] = neurons
         chosen[run.tokens, layer, expert] = True
-        wanted[run.tokens, layer, expert] = padded.reshape(len(neurons), layout.clusters, -1).any(axis=2)
+        accessed[run.tokens, layer, expert] = padded.reshape(len(neurons), layout.clusters, -1).any(axis=2)
 
     mask = predictor.mask if predictor is not None else None
     ReferenceEngine(package, observe=observe, mask=mask).hidden([tokens])
-    flat = wanted.reshape(len(tokens), model.layers, -1)
+    flat = accessed.reshape(len(tokens), model.layers, -1)
     return Recording(
         wanted=np.packbits(flat, axis=2, bitorder="little"),
         chosen=chosen,
