@@ -159,6 +159,7 @@ def test_plan_gateway_shows_what_serve_obeys(shell: Shell, converted: Converted)
     options = (converted("awkward", "q8").path, "--memory", "256MiB", "--workers", "1")
     shown = shell.json("plan", "--gateway", *options)
     assert shown.pop("search")["candidates"]
+    assert shown.pop("earlier_runs") == []
     with served(shell, *options) as server:
         assert json.loads((server.run.path / "plan.json").read_text()) == shown
     assert shown["compute"]["sequences"] > 1

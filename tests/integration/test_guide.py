@@ -31,6 +31,7 @@ NOT_RUN = {
     "pull ": "needs the hub; tests/unit/test_pull.py pulls from a mirror of it",
     "profile device": "takes most of a minute; tests/integration/test_step_profile.py",
     "profile ./package": "takes minutes; tests/integration/test_activity.py, tests/unit/test_predictor.py",
+    "--install": "starts a server at every login of whoever tests; tests/unit/test_login_service.py",
     "conformance ": "takes a minute; tests/conformance",
     "--backend": "needs a driver or a runtime; tests/integration/test_accelerator.py, test_backends.py",
     "--use prefill=argv": "needs a phone; tests/integration/test_npu_program.py",

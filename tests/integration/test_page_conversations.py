@@ -36,8 +36,9 @@ def server() -> Iterator[PageServer]:
 
 
 @pytest.fixture
-def page(browser: webdriver.Chrome, server: PageServer) -> Page:
-    return Page(browser, server).open()
+def page(browser: webdriver.Chrome, server: PageServer) -> Iterator[Page]:
+    yield Page(browser, server).open()
+    browser.get("about:blank")  # a page that outlives its server complains of the requests that it still makes
 
 
 def talk(page: Page, *questions: str) -> None:
