@@ -89,6 +89,18 @@ def test_a_damaged_row_fails_the_texts_that_need_it(shell: Shell, converted: Con
         assert all(process.restarts == 0 for process in run.status().processes)
 
 
+def test_a_trial_before_a_swap_shares_what_is_in_memory(shell: Shell, converted: Converted, loader_in_c: Path) -> None:
+    package, prompt = converted("awkward", "q4"), tokens(RECIPES["awkward"], 9)
+    for on_flash in (False, True):
+        plan = plan_file(shell, package, "plan.json", "--without", "bundle")
+        if on_flash:
+            leave_embedding_on_flash(plan, package.manifest)
+        with shell.up(package.path, "--plan", plan) as run:
+            before = run.ask(prompt, 6)["token_ids"]
+            shell.json("swap", "loader", "--use", f"argv:{loader_in_c}", "--run", run.path)
+            assert run.ask(prompt, 6)["token_ids"] == before
+
+
 def test_the_loader_in_c_leaves_it_on_flash(shell: Shell, converted: Converted, loader_in_c: Path) -> None:
     package, prompt = converted("awkward", "q4"), tokens(RECIPES["awkward"], 9)
     plan = plan_file(shell, package, "plan.json", "--without", "bundle")
