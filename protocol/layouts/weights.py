@@ -6,7 +6,7 @@ from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 
 REQUEST_ENTRIES = 16384
 """Length of a participant's request ring, a power of two: what a whole layer of a 7B model can miss."""
-MAX_SAMPLED_CLUSTERS = 4096
+MAX_SAMPLED_CLUSTERS = 512
 """Maximum of the clusters whose uses are counted."""
 REUSE_BUCKETS = 128
 """Number of the classes of gaps between two uses of a cluster (np_reuse in native/neuronpipe.h)."""

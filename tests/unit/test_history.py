@@ -59,7 +59,7 @@ def plan_for(device: Device, history: History = EMPTY, subject: Manifest = M) ->
     return dataclasses.replace(plan, corrections=history.corrections)
 
 
-def use_gaps(steps: int, sampled: int = 1000) -> UseGaps:
+def use_gaps(steps: int, sampled: int = 500) -> UseGaps:
     """Counts of a model of which a token uses a tenth, half of it again in the next step, the rest after 20 steps."""
     gaps = [0] * REUSE_BUCKETS
     gaps[1] = gaps[17] = steps * sampled // 20
