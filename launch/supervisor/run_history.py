@@ -26,7 +26,7 @@ class RunHistory:
     """
 
     def __init__(self, package: Package, plan: Plan, memory: RunMemory, *, is_kept: bool) -> None:
-        self._manifest, self._plan, self._is_kept = package.manifest, plan, is_kept
+        self._manifest, self._plan = package.manifest, plan
         self._terms = memory.view("board", "terms")
         self._last_uses, self._gaps, self._steps = (
             memory.view("residency", name) for name in ("last_uses", "use_gaps", "used_steps")

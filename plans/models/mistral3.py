@@ -67,11 +67,10 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
 
 def _within_original(config: Record, choices: Choices) -> Choices:
     """Return the choices with a context in which no position has a factor of queries."""
-    if not config.has("rope_parameters"):
-        return choices
-    scaling = config.record("rope_parameters")
     factor = "llama_4_scaling_beta"
-    if not scaling.has(factor) or not scaling.number(factor, 0.0, 1e3):
+    scalings = [config.record(field) for field in ("rope_parameters", "rope_scaling") if config.has(field)]
+    scaling = next((one for one in scalings if one.has(factor)), None)
+    if scaling is None or not scaling.number(factor, 0.0, 1e3):
         return choices
     original = scaling.integer(ORIGINAL, 1, MAX.context_tokens)
     if choices.context_tokens is not None and choices.context_tokens > original:

@@ -149,7 +149,7 @@ class Package:
         into: memoryview,
         *,
         skipped: TensorEntry | None = None,
-        pass_rows: Callable[[memoryview], None] | None = None,
+        pass_rows: Callable[[memoryview], None] = lambda rows: None,
     ) -> None:
         """Read a whole file into memory of its size. Raises UserError if it cannot be read or differs from its hash in
         the manifest.
@@ -164,8 +164,7 @@ class Package:
                 for piece in passing(file, _targets(into, skipped)):
                     if skipped is not None and skipped.start <= at < skipped.stop:
                         hashed = hashing.submit(digest.update, piece)
-                        if pass_rows is not None:
-                            pass_rows(piece)
+                        pass_rows(piece)
                         hashed.result()  # the next piece has the same memory
                     else:
                         hashing.submit(digest.update, into[at : at + len(piece)])

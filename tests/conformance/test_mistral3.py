@@ -53,8 +53,11 @@ def test_its_context_ends_where_queries_would_get_a_factor(tmp_path: Path) -> No
     assert convert(source, tmp_path / "package", quantization="f16").manifest.model.context_tokens == 128
     with pytest.raises(UserError, match=r"llama_4_scaling_beta: a context above .*, 128, needs factors of queries"):
         convert(source, tmp_path / "longer", quantization="f16", context_tokens=256)
+    theta = {"rope_theta": 1_000_000.0}
+    configure(source, rope_parameters=None, rope_scaling=RECIPE.config["rope_parameters"], **theta)  # an older spelling
+    assert convert(source, tmp_path / "older", quantization="f16").manifest.model.context_tokens == 128
     scaling = {**RECIPE.config["rope_parameters"], "llama_4_scaling_beta": 0.0}
-    configure(source, rope_parameters=scaling)
+    configure(source, rope_parameters=scaling, rope_scaling=None)
     assert convert(source, tmp_path / "whole", quantization="f16").manifest.model.context_tokens == 1024
 
 
