@@ -180,6 +180,9 @@ typedef struct {
 } np_convolution_job;
 void np_convolve(const np_convolution_job *job);
 
+/* out[r] = the product of row r of rows [count, n] with x. A row's bits do not depend on the others. */
+void np_dot_floats(const float *rows, size_t count, size_t n, const float *x, float *out);
+
 void np_f32_to_f16(const float *x, size_t n, uint16_t *out); /* round to nearest even */
 void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
 
@@ -521,11 +524,13 @@ typedef struct {
 
 /* parts: trigger and value, of the same clusters. arrivals: a futex word, incremented after entries become present or
  * failed. queue_capacity: maximal queued clusters of one kind and priority, at most 32768. Allocates, among others, a
- * staging buffer per read of the reader's depth. Returns NULL if memory is short, or if a part contradicts itself, the
+ * staging buffer per np_loader_flight_reads of the reader's depth. Returns NULL if memory is short, or if a part contradicts itself, the
  * reading or the reader's alignment. The reader must outlive the loader and have no other user; np_loader_destroy waits
  * for reads in flight. Entries that an earlier loader left loading become absent. */
 np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, const np_loader_reading *reading, uint32_t *arrivals,
                             uint32_t queue_capacity);
+/* The most reads at once of what fills one staging buffer: pieces of a long range, or reads of a source's cluster. */
+uint32_t np_loader_flight_reads(const np_loader_reading *reading, const np_loader_part *parts);
 void np_loader_destroy(np_loader *loader);
 /* Add free slots. Returns count; or NP_E_ARGUMENT, and adds none, if a slot is out of range, free already or being
  * filled. A count of 0 means that the cache can free none now: until the next grant, pairs that lack this part's slots

@@ -415,8 +415,8 @@ int np_begin_feed_forward(np_engine *engine, uint32_t layer)
         np_prepare_vectors(engine, &engine->routed, engine->shared.residual, engine->count, s->width, s->width,
                            &engine->fixed.layers[layer].routed_norm);
     if (np_router_reads(engine, NP_READS_FEED_FORWARD))
-        np_route_and_prefetch(engine, layer);
-    if (np_predictor_runs(engine, NP_READS_FEED_FORWARD) || np_predictor_runs(engine, NP_READS_RESIDUAL)) {
+        done = np_route_and_prefetch(engine, layer);
+    if (done >= 0 && (np_predictor_runs(engine, NP_READS_FEED_FORWARD) || np_predictor_runs(engine, NP_READS_RESIDUAL))) {
         np_predict_ranks(engine, np_predictor_runs(engine, NP_READS_RESIDUAL) ? NULL : norm);
         done = np_meet(engine);
         if (done >= 0)

@@ -100,19 +100,21 @@ static void count_likely_experts(np_engine *engine, uint32_t layer)
     }
 }
 
-void np_route_and_prefetch(np_engine *engine, uint32_t layer)
+int np_route_and_prefetch(np_engine *engine, uint32_t layer)
 {
-    np_route_tokens(engine, layer);
+    const int done = np_route_tokens(engine, layer);
+    if (done < 0)
+        return done;
     count_likely_experts(engine, layer);
     prefetch_groups(engine, layer);
+    return done;
 }
 
-void np_begin_layer(np_engine *engine, uint32_t layer)
+int np_begin_layer(np_engine *engine, uint32_t layer)
 {
     if (np_router_reads(engine, NP_READS_LAYER))
-        np_route_and_prefetch(engine, layer);
-    else {
-        prefetch_always_active(engine, layer);
-        prefetch_likely_experts(engine, layer);
-    }
+        return np_route_and_prefetch(engine, layer);
+    prefetch_always_active(engine, layer);
+    prefetch_likely_experts(engine, layer);
+    return NP_OK;
 }

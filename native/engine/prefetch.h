@@ -3,9 +3,10 @@
 #define NP_PREFETCH_H
 #include "engine/engine.h"
 
-/* Route the tokens of a layer and prefetch the clusters of the chosen experts. */
-void np_route_and_prefetch(np_engine *engine, uint32_t layer);
-/* Before attention: route if the router reads the layer's input; otherwise prefetch likely experts speculatively. */
-void np_begin_layer(np_engine *engine, uint32_t layer);
+/* Route the tokens of a layer and prefetch the clusters of the chosen experts. Returns a value >= 0, or NP_E_EPOCH. */
+int np_route_and_prefetch(np_engine *engine, uint32_t layer);
+/* Before attention: route if the router reads the layer's input; otherwise prefetch likely experts speculatively.
+ * Returns a value >= 0, or NP_E_EPOCH. */
+int np_begin_layer(np_engine *engine, uint32_t layer);
 
 #endif

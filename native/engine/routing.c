@@ -1,4 +1,5 @@
-/* Routing. Every participant routes all tokens itself: this gives the same bits everywhere and needs no barrier.
+/* Routing. Every participant chooses all tokens' experts itself, from the same bits. The values of large routers are
+ * computed in pieces that participants claim; those of small ones by each, which needs no barrier.
  *
  * A router's values are float32 products, summed in a fixed order, so that a token's experts do not depend on its
  * batch. The experts with the greatest values are chosen; of equal values, the lower number. With a bias or groups the
@@ -9,25 +10,14 @@
 #include <string.h>
 
 #include "engine/vectors.h"
+#include "engine/work.h"
 #include "kernels/exponential.h"
 
-enum { NP_LANES = 16 };
-
-/* The product of two vectors: sixteen running sums, added pairwise. */
-static float dot(const float *a, const float *b, size_t n)
-{
-    float lanes[NP_LANES] = {0};
-    size_t i = 0;
-    for (; i + NP_LANES <= n; i += NP_LANES)
-        for (size_t lane = 0; lane < NP_LANES; lane++)
-            lanes[lane] += a[i + lane] * b[i + lane];
-    for (size_t lane = 0; i + lane < n; lane++)
-        lanes[lane] += a[i + lane] * b[i + lane];
-    for (size_t half = NP_LANES / 2; half; half /= 2)
-        for (size_t lane = 0; lane < half; lane++)
-            lanes[lane] += lanes[lane + half];
-    return lanes[0];
-}
+enum {
+    PIECE_EXPERTS = 16, /* of a piece of router values: rows of 128 KiB at a width of 2048 */
+    PIECE_TOKENS = 8,
+    MIN_SHARED_WEIGHTS = 32768 /* products for which participants meet: some 5 us of one processor */
+};
 
 int np_router_reads(const np_engine *engine, int reads)
 {
@@ -45,16 +35,14 @@ static int is_greater(float a, float b)
  * are NaN. */
 static void choose(const float *values, uint32_t experts, uint32_t count, uint32_t *chosen)
 {
-    for (uint32_t n = 0; n < count; n++) {
-        uint32_t best = UINT32_MAX;
-        for (uint32_t expert = 0; expert < experts; expert++) {
-            int is_chosen = 0;
-            for (uint32_t i = 0; i < n; i++)
-                is_chosen |= chosen[i] == expert;
-            if (!is_chosen && (best == UINT32_MAX || is_greater(values[expert], values[best])))
-                best = expert;
-        }
-        chosen[n] = best;
+    uint32_t length = 0; /* of `chosen`, which is sorted from the greatest value on */
+    for (uint32_t expert = 0; expert < experts; expert++) {
+        uint32_t at = length < count ? length++ : count;
+        if (at == count && !is_greater(values[expert], values[chosen[--at]]))
+            continue;
+        for (; at && is_greater(values[expert], values[chosen[at - 1]]); at--)
+            chosen[at] = chosen[at - 1];
+        chosen[at] = expert;
     }
     for (uint32_t n = 1; n < count; n++) {
         const uint32_t expert = chosen[n];
@@ -164,7 +152,7 @@ static void weigh(np_engine *engine, uint32_t experts, const uint32_t *chosen, f
     np_scale(weights, s->chosen_per_token, s->routed_scale);
 }
 
-/* ---- all tokens -------------------------------------------------------------------------------------------------- */
+/* ---- groups ------------------------------------------------------------------------------------------------------ */
 void np_route_dense(np_engine *engine)
 {
     engine->group_count = 1;
@@ -212,14 +200,21 @@ static const float *router_input(np_engine *engine, uint32_t layer, const float 
     return engine->vector;
 }
 
-/* Choose experts for this input of the router. */
-static void choose_experts(np_engine *engine, const np_layer *l, const float *x, uint32_t *chosen)
+/* The values of some experts for this input of the router. */
+static void compute_values(const np_engine *engine, const np_layer *l, np_range experts, const float *x, float *values)
+{
+    const size_t width = engine->shape.width;
+    np_dot_floats(l->router + experts.from * width, experts.to - experts.from, width, x, values);
+    for (uint32_t expert = experts.from; l->router_bias && expert < experts.to; expert++)
+        values[expert - experts.from] += l->router_bias[expert];
+}
+
+/* Choose experts by engine->expert_values. */
+static void choose_by_values(np_engine *engine, const np_layer *l, uint32_t *chosen)
 {
     const np_shape *s = &engine->shape;
     const uint32_t experts = l->routed_experts;
     float *ranks = engine->expert_values;
-    for (uint32_t expert = 0; expert < experts; expert++)
-        engine->expert_values[expert] = dot(l->router + (size_t)expert * s->width, x, s->width) + (l->router_bias ? l->router_bias[expert] : 0.0f);
     if (l->choosing_bias || s->router_groups > 1) {
         ranks = engine->expert_scores;
         const float sum = score(s, engine->expert_values, experts, ranks);
@@ -232,31 +227,85 @@ static void choose_experts(np_engine *engine, const np_layer *l, const float *x,
 
 void np_choose_experts(np_engine *engine, uint32_t layer, const float *x, uint32_t *chosen)
 {
-    choose_experts(engine, &engine->fixed.layers[layer], router_input(engine, layer, x), chosen);
+    const np_layer *l = &engine->fixed.layers[layer];
+    compute_values(engine, l, (np_range){0, l->routed_experts}, router_input(engine, layer, x), engine->expert_values);
+    choose_by_values(engine, l, chosen);
 }
 
-void np_route_tokens(np_engine *engine, uint32_t layer)
+/* ---- values that participants share ------------------------------------------------------------------------------ */
+/* Values of a token's experts lie in the place of attention's output. It is not in use between the projection, or the
+ * end of a layer, and the first barrier of the next attention. */
+static float *shared_values(const np_engine *engine, uint32_t t)
+{
+    return engine->shared.attention + (size_t)t * engine->shape.heads_width;
+}
+
+/* True if a barrier costs less than what participants save by computing a part of the values each. */
+static int are_values_shared(const np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
-    const uint32_t routed = l->routed_experts, chosen = routed ? s->chosen_per_token : 0, per_token = np_active_experts(engine, layer);
-    for (uint32_t t = 0; t < engine->count; t++) {
+    const int is_free = s->router_reads == NP_READS_FEED_FORWARD ? !s->parallel : l->mixer == NP_MIXER_ATTENTION && !s->latent_width;
+    return engine->participants > 1 && is_free && l->routed_experts <= s->heads_width &&
+           (size_t)engine->count * l->routed_experts * s->width >= MIN_SHARED_WEIGHTS;
+}
+
+/* Compute the values of all tokens, in pieces: of some experts while tokens are few, else of some tokens. */
+static int share_values(np_engine *engine, uint32_t layer)
+{
+    const np_shape *s = &engine->shape;
+    const np_layer *l = &engine->fixed.layers[layer];
+    const uint32_t routed = l->routed_experts, width = engine->count < PIECE_TOKENS ? PIECE_EXPERTS : routed;
+    const uint32_t parts = (routed + width - 1) / width, pieces = parts * ((engine->count + PIECE_TOKENS - 1) / PIECE_TOKENS);
+    for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_ROUTE, pieces)) != NP_NONE;) {
+        const uint32_t from = piece % parts * width, first = piece / parts * PIECE_TOKENS;
+        const np_range experts = {from, routed - from < width ? routed : from + width};
+        for (uint32_t t = first; t < engine->count && t < first + PIECE_TOKENS; t++)
+            compute_values(engine, l, experts, router_input(engine, layer, engine->shared.residual + (size_t)t * s->width),
+                           shared_values(engine, t) + from);
+    }
+    return np_meet(engine);
+}
+
+/* ---- all tokens -------------------------------------------------------------------------------------------------- */
+/* Choose a token's experts and weigh them. Returns the share of the experts that compute every token. */
+static float route_token(np_engine *engine, uint32_t layer, uint32_t t, const float *values, uint32_t *experts, float *weights)
+{
+    const np_shape *s = &engine->shape;
+    const np_layer *l = &engine->fixed.layers[layer];
+    const float *residual = engine->shared.residual + (size_t)t * s->width, *x = values && !l->shared_gate ? NULL : router_input(engine, layer, residual);
+    float gate;
+    if (values)
+        memcpy(engine->expert_values, values, l->routed_experts * sizeof *values);
+    else
+        compute_values(engine, l, (np_range){0, l->routed_experts}, x, engine->expert_values);
+    choose_by_values(engine, l, experts);
+    weigh(engine, l->routed_experts, experts, weights);
+    for (uint32_t n = 0; l->expert_scales && n < s->chosen_per_token; n++)
+        weights[n] *= l->expert_scales[experts[n]];
+    if (!l->shared_gate)
+        return 1.0f;
+    np_dot_floats(l->shared_gate, 1, s->width, x, &gate);
+    return np_sigmoid(gate);
+}
+
+int np_route_tokens(np_engine *engine, uint32_t layer)
+{
+    const np_layer *l = &engine->fixed.layers[layer];
+    const uint32_t routed = l->routed_experts, chosen = routed ? engine->shape.chosen_per_token : 0, per_token = np_active_experts(engine, layer);
+    const int is_shared = routed && are_values_shared(engine, layer), done = is_shared ? share_values(engine, layer) : NP_OK;
+    for (uint32_t t = 0; t < engine->count && done >= 0; t++) {
         uint32_t *experts = engine->token_pairs + t * per_token;
-        float *weights = engine->expert_weights + t * per_token, share = 1.0f;
-        if (routed) {
-            const float *x = router_input(engine, layer, engine->shared.residual + (size_t)t * s->width);
-            choose_experts(engine, l, x, experts);
-            weigh(engine, routed, experts, weights);
-            for (uint32_t n = 0; l->expert_scales && n < chosen; n++)
-                weights[n] *= l->expert_scales[experts[n]];
-            share = l->shared_gate ? np_sigmoid(dot(l->shared_gate, x, s->width)) : 1.0f;
-        }
+        float *weights = engine->expert_weights + t * per_token;
+        const float share = routed ? route_token(engine, layer, t, is_shared ? shared_values(engine, t) : NULL, experts, weights) : 1.0f;
         for (uint32_t expert = routed, n = chosen; expert < l->experts; expert++, n++) {
             experts[n] = expert;
             weights[n] = share;
         }
     }
-    group_tokens(engine, layer, engine->expert_weights);
+    if (done >= 0)
+        group_tokens(engine, layer, engine->expert_weights);
+    return done;
 }
 
 /* ---- a group's vectors ------------------------------------------------------------------------------------------- */

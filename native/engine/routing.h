@@ -5,8 +5,8 @@
 
 /* True if the layers have routers that read this input (NP_READS_*). */
 int np_router_reads(const np_engine *engine, int reads);
-/* Choose every token's experts and group the tokens by expert. */
-void np_route_tokens(np_engine *engine, uint32_t layer);
+/* Choose every token's experts and group the tokens by expert. Returns a value >= 0, or NP_E_EPOCH. */
+int np_route_tokens(np_engine *engine, uint32_t layer);
 /* A dense model's only group: all tokens of the step. */
 void np_route_dense(np_engine *engine);
 /* The experts that a router chooses for the residual stream x, ascending. Their values are left in

@@ -95,8 +95,7 @@ np_stage *np_layer_stage(const np_engine *engine, uint32_t number)
 
 static int compute_layer(np_engine *engine, uint32_t layer)
 {
-    int done = NP_OK;
-    np_begin_layer(engine, layer);
+    int done = np_begin_layer(engine, layer);
     for (uint32_t i = 0; i < NP_STAGES && done >= 0; i++)
         done = np_layer_stage(engine, i)(engine, layer);
     return done;

@@ -5,7 +5,7 @@
 
 /* Stages whose work is claimed in pieces. Each has one counter per layer; the logits have one of their own behind
  * these. */
-enum { NP_WORK_QKV, NP_WORK_ATTEND, NP_WORK_PROJECT, NP_WORK_RANK, NP_WORK_SCORE, NP_WORK_BLOCKS, NP_WORK_DOWN_ROWS, NP_WORKS };
+enum { NP_WORK_QKV, NP_WORK_ATTEND, NP_WORK_PROJECT, NP_WORK_RANK, NP_WORK_SCORE, NP_WORK_ROUTE, NP_WORK_BLOCKS, NP_WORK_DOWN_ROWS, NP_WORKS };
 
 /* Claim the next of `pieces` pieces; NP_NONE if none is left. */
 uint32_t np_claim(np_engine *engine, uint32_t layer, int work, uint32_t pieces);

@@ -1,6 +1,7 @@
 /* AVX2 with FMA and F16C: all kernels but the dot products, and the table. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/float_rows.h"
 #include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
 #include "kernels/recurrence.h"
@@ -84,6 +85,8 @@ static NP_AVX2 void remember(const np_memory_job *job) {
     np_remember_body(job);
 }
 
+NP_DEFINE_DOT_FLOATS(NP_AVX2, dot_floats, 32, 4)
+
 static NP_AVX2 void convolve(const np_convolution_job *job) {
     np_convolve_body(job);
 }
@@ -158,6 +161,7 @@ const np_isa np_isa_avx2 = {
     rope,
     remember,
     convolve,
+    dot_floats,
     narrow,
     recode,
     NULL,

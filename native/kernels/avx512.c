@@ -1,6 +1,7 @@
 /* AVX-512 with VNNI: the table, and all kernels but dot products and added rows. AMX differs only in the panel. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/float_rows.h"
 #include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
 #include "kernels/recurrence.h"
@@ -29,6 +30,8 @@ static NP_AVX512 void rope(float *head, size_t width, const float *inverse_frequ
 static NP_AVX512 void remember(const np_memory_job *job) {
     np_remember_body(job);
 }
+
+NP_DEFINE_DOT_FLOATS(NP_AVX512, dot_floats, 64, 4)
 
 static NP_AVX512 void convolve(const np_convolution_job *job) {
     np_convolve_body(job);
@@ -97,6 +100,7 @@ static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
      rope,                                                        \
      remember,                                                    \
      convolve,                                                    \
+     dot_floats,                                                  \
      narrow,                                                      \
      recode,                                                      \
      PANEL,                                                       \

@@ -87,6 +87,7 @@ typedef struct {
     void (*rope)(float *head, size_t width, const float *inverse_frequency, int32_t position);
     void (*remember)(const np_memory_job *job);
     void (*convolve)(const np_convolution_job *job);
+    void (*dot_floats)(const float *rows, size_t count, size_t n, const float *x, float *out);
     np_narrow_function *narrow;
     np_recode_function *recode;
     const np_panel_kernel *panel; /* NULL: through dot_rows */

@@ -1,6 +1,7 @@
 /* NEON: all kernels but the dot products, and the tables of both NEON instruction sets. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/float_rows.h"
 #include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
 #include "kernels/recurrence.h"
@@ -80,6 +81,8 @@ static void rope(float *head, size_t width, const float *inverse_frequency, int3
 static void remember(const np_memory_job *job) {
     np_remember_body(job);
 }
+
+NP_DEFINE_DOT_FLOATS(, dot_floats, 16, 4)
 
 static void convolve(const np_convolution_job *job) {
     np_convolve_body(job);
@@ -164,6 +167,7 @@ const np_isa np_isa_neon = {
     rope,
     remember,
     convolve,
+    dot_floats,
     narrow,
     recode,
     NULL,
@@ -185,6 +189,7 @@ const np_isa np_isa_dotprod = {
     rope,
     remember,
     convolve,
+    dot_floats,
     narrow,
     recode,
     NULL,

@@ -1,6 +1,7 @@
 /* The reference kernels in plain C. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/float_rows.h"
 #include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
 #include "kernels/recurrence.h"
@@ -134,6 +135,8 @@ static void remember(const np_memory_job *job) {
     np_remember_body(job);
 }
 
+NP_DEFINE_DOT_FLOATS(, dot_floats, 16, 2)
+
 static void convolve(const np_convolution_job *job) {
     np_convolve_body(job);
 }
@@ -205,6 +208,7 @@ const np_isa np_isa_scalar = {
     rope,
     remember,
     convolve,
+    dot_floats,
     narrow,
     recode,
     NULL,

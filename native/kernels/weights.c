@@ -143,6 +143,8 @@ void np_decode_row(int type, const void *quants, const void *scales, size_t n, f
     }
 }
 
+void np_dot_floats(const float *rows, size_t count, size_t n, const float *x, float *out) { np_isa_current()->dot_floats(rows, count, n, x, out); }
+
 void np_f32_to_f16(const float *x, size_t n, uint16_t *out) { np_isa_current()->f32_to_f16(x, n, out); }
 
 void np_f16_to_f32(const uint16_t *x, size_t n, float *out) { np_isa_current()->f16_to_f32(x, n, out); }

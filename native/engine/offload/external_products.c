@@ -39,7 +39,9 @@ static void clear_outputs(np_engine *engine, uint32_t count)
 
 static int begin_qkv(np_engine *engine, uint32_t layer)
 {
-    np_begin_layer(engine, layer);
+    const int done = np_begin_layer(engine, layer);
+    if (done < 0)
+        return done;
     engine->external.groups = 1; /* at least: the number is known when the first group begins */
     if (np_router_reads(engine, NP_READS_LAYER))
         np_word_store(&engine->external.routed, layer + 1);
@@ -63,8 +65,9 @@ static int begin_group(np_engine *engine, uint32_t layer, uint32_t number)
 {
     if (number == 0) {
         norm_inputs(engine, &engine->fixed.layers[layer].ffn_norm);
-        if (np_router_reads(engine, NP_READS_FEED_FORWARD))
-            np_route_and_prefetch(engine, layer);
+        const int done = np_router_reads(engine, NP_READS_FEED_FORWARD) ? np_route_and_prefetch(engine, layer) : NP_OK;
+        if (done < 0)
+            return done;
         engine->external.groups = engine->group_count;
         np_word_store(&engine->external.routed, layer + 1);
     }

@@ -218,9 +218,9 @@ static int run_until_pending(np_engine *engine, np_offloaded_blocks *blocks)
 {
     np_offload_state *o = &engine->offload;
     while (o->layer < engine->shape.layers) {
-        if (o->stage == 0 && !o->is_pending)
-            np_begin_layer(engine, o->layer);
-        const int done = half_stage(engine, blocks);
+        int done = o->stage == 0 && !o->is_pending ? np_begin_layer(engine, o->layer) : NP_OK;
+        if (done >= 0)
+            done = half_stage(engine, blocks);
         if (done < 0)
             return done;
         if (o->is_pending)
