@@ -38,7 +38,11 @@ static inline uint32_t arm_step_1(uint32_t crc, uint8_t data)
 #define HAS_INSTRUCTION 0
 #endif
 
-enum { STREAM_BYTES = 1360 }; /* three streams and 16 bytes make a page */
+enum {
+    STREAM_BYTES = 1360, /* three streams and 16 bytes make a page */
+    AHEAD_BYTES = 8192,  /* prefetched so far ahead: 12.5 instead of 8 GB/s from DRAM (Xeon 6) */
+    CACHE_LINE_BYTES = 64,
+};
 
 static uint32_t byte_table[256];     /* the register after one byte */
 static uint32_t stream_table[4][256]; /* [k][b]: a register of b << 8*k after STREAM_BYTES zero bytes */
@@ -104,6 +108,9 @@ TARGET uint32_t np_crc32c_by_instruction(uint32_t crc, const void *data, size_t 
     const uint8_t *next = data;
     crc = ~crc;
     for (; bytes >= 3 * STREAM_BYTES; bytes -= 3 * STREAM_BYTES, next += 3 * STREAM_BYTES) {
+        if (bytes >= 3 * STREAM_BYTES + AHEAD_BYTES)
+            for (size_t line = 0; line < 3 * STREAM_BYTES; line += CACHE_LINE_BYTES)
+                __builtin_prefetch(next + AHEAD_BYTES + line, 0, 2);
         uint64_t first = crc, second = 0, third = 0; /* the instruction's width: no conversions between its uses */
         for (const uint8_t *at = next; at < next + STREAM_BYTES; at += 8) {
             first = STEP_8(first, eight_bytes(at));

@@ -49,47 +49,82 @@ static void land_failure(np_loader *loader, const np_claim *landed, int was_read
     np_loader_fail(loader, word);
 }
 
+/* Publish a part that is in its slot, or handle its failure. */
+static void publish_claim(np_loader *loader, np_claim *landed, int was_read)
+{
+    np_part_state *part = &loader->parts[landed->part];
+    landed->has_ended = 1;
+    if (landed->warms_up)
+        loader->counters.warm_up_left_bytes -= part->config.part_bytes;
+    if (!landed->is_valid) {
+        land_failure(loader, landed, was_read);
+        return;
+    }
+    uint32_t *word = &part->config.words[landed->id];
+    loader->unannounced++;
+    np_set_drop(part->granted, landed->slot);
+    /* Unreferenced: a prefetched cluster that no worker looks up is evicted first. A plain store: only the loader
+     * changes a loading entry. */
+    np_word_store(word, NP_ENTRY_PRESENT | landed->slot | (np_word_load(word) & NP_ENTRY_PINNED));
+}
+
 /* Publish the clusters of a read that are in their slots, and handle those that failed. */
 static void publish(np_loader *loader, uint32_t index)
 {
     const np_flight *flight = &loader->flights[index];
     np_staging_pool *pool = &loader->pools[flight->pool];
-    for (uint32_t i = 0; i < flight->claim_count; i++) {
-        const np_claim *landed = &flight->claims[i];
-        np_part_state *part = &loader->parts[landed->part];
-        if (landed->warms_up)
-            loader->counters.warm_up_left_bytes -= part->config.part_bytes;
-        if (!landed->is_valid) {
-            land_failure(loader, landed, flight->is_complete);
-            continue;
-        }
-        uint32_t *word = &part->config.words[landed->id];
-        loader->unannounced++;
-        np_set_drop(part->granted, landed->slot);
-        /* Unreferenced: a prefetched cluster that no worker looks up is evicted first. A plain store: only the loader
-         * changes a loading entry. */
-        np_word_store(word, NP_ENTRY_PRESENT | landed->slot | (np_word_load(word) & NP_ENTRY_PINNED));
-    }
+    for (uint32_t i = 0; i < flight->claim_count; i++)
+        if (!flight->claims[i].has_ended)
+            publish_claim(loader, &flight->claims[i], flight->is_complete);
     pool->free[pool->free_count++] = index;
+}
+
+/* The bytes of a piece of a long range. */
+static uint32_t piece_bytes(const np_loader *loader, const np_flight *flight, uint32_t piece)
+{
+    const uint32_t left = flight->bytes - piece * loader->piece_bytes;
+    return left < loader->piece_bytes ? left : loader->piece_bytes;
+}
+
+/* A piece of a long range has arrived: fill and publish what is whole now. */
+static void land_piece(np_loader *loader, np_flight *flight, uint32_t piece)
+{
+    const uint32_t before = flight->next_piece;
+    flight->arrived |= 1u << piece;
+    while (flight->next_piece < flight->pieces && flight->arrived >> flight->next_piece & 1)
+        flight->next_piece++;
+    if (flight->next_piece == before)
+        return;
+    const uint32_t last = flight->next_piece - 1;
+    np_fill_arrived(loader, flight, flight->offset + (uint64_t)last * loader->piece_bytes + piece_bytes(loader, flight, last));
+    for (uint32_t i = 0; i < flight->claim_count; i++)
+        if (!flight->claims[i].has_ended && np_is_filled(loader, &flight->claims[i]))
+            publish_claim(loader, &flight->claims[i], 1);
 }
 
 /* Handle a completed read. result: bytes or -errno. The flight lands with its last read. */
 static void land_read(np_loader *loader, uint64_t tag, int32_t result)
 {
-    const uint32_t index = (uint32_t)(tag / NP_SOURCE_READS);
+    const uint32_t index = (uint32_t)(tag / loader->flight_reads), number = (uint32_t)(tag % loader->flight_reads);
     np_flight *flight = &loader->flights[index];
-    const uint32_t needed_bytes = loader->reading.source ? flight->reads[tag % NP_SOURCE_READS].needed_bytes : flight->bytes;
+    const uint32_t needed_bytes = loader->reading.source ? flight->reads[number].needed_bytes : piece_bytes(loader, flight, number);
     flight->is_complete &= result >= (int32_t)needed_bytes;
-    loader->counters.reads++;
-    if (--flight->unfinished)
+    const int is_long = flight->pieces > 1;
+    if (is_long && flight->is_complete)
+        land_piece(loader, flight, number);
+    flight->unfinished--;
+    loader->counters.reads += !is_long || !flight->unfinished; /* a long range counts once */
+    if (flight->unfinished)
         return;
     if (flight->is_complete) {
         loader->counters.bytes += flight->bytes;
         loader->counters.gap_bytes += flight->gap_bytes;
     }
-    if (np_filler_accept(loader->filler, index))
-        return;
-    np_fill_slots(loader, flight);
+    if (!is_long) {
+        if (np_filler_accept(loader->filler, index))
+            return;
+        np_fill_slots(loader, flight);
+    }
     publish(loader, index);
 }
 
@@ -134,7 +169,7 @@ static size_t landing_batch(const np_loader *loader)
     const np_staging_pool *longest = &loader->pools[NP_POOL_LONG];
     if (longest->free_count == longest->count)
         longest = &loader->pools[NP_POOL_ORDINARY];
-    const uint32_t reads = MAX_LANDED_BYTES / longest->read_bytes;
+    const uint32_t reads = MAX_LANDED_BYTES / (loader->piece_bytes < longest->read_bytes ? loader->piece_bytes : longest->read_bytes);
     return reads < 1 ? 1 : reads < MAX_ANNOUNCED ? reads : MAX_ANNOUNCED;
 }
 
@@ -150,8 +185,8 @@ static int land_some(np_loader *loader, size_t min_reads, int timeout_ms, int *e
         publish_filled(loader);
         count = np_reader_reap(loader->reader, done, min_reads, max_reads, timeout_ms);
         for (int i = 0; i < count; i++) {
-            if (i + 1 < count)
-                prefetch_staged(loader, &loader->flights[done[i + 1].tag / NP_SOURCE_READS]);
+            if (i + 1 < count && loader->flight_reads == 1)
+                prefetch_staged(loader, &loader->flights[done[i + 1].tag]);
             land_read(loader, done[i].tag, done[i].result);
         }
         *ended += announce(loader);
@@ -198,7 +233,7 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
 static void add_read(np_loader *loader, uint32_t *count, uint32_t index, uint32_t number, uint64_t offset, uint32_t bytes, uint32_t staged)
 {
     loader->offsets[*count] = offset;
-    loader->tags[*count] = (uint64_t)index * NP_SOURCE_READS + number;
+    loader->tags[*count] = (uint64_t)index * loader->flight_reads + number;
     loader->bytes[*count] = bytes;
     loader->targets[*count] = loader->flights[index].staged + staged;
     loader->flights[index].unfinished++;
@@ -214,8 +249,10 @@ static void submit(np_loader *loader)
         np_flight *flight = &loader->flights[index];
         flight->unfinished = 0;
         flight->is_complete = 1;
-        if (!loader->reading.source)
-            add_read(loader, &count, index, 0, flight->offset, flight->bytes, 0);
+        flight->next_piece = flight->arrived = 0;
+        flight->pieces = (flight->bytes - 1) / loader->piece_bytes + 1;
+        for (uint32_t p = 0, from = 0; !loader->reading.source && p < flight->pieces; p++, from += loader->piece_bytes)
+            add_read(loader, &count, index, p, flight->offset + from, piece_bytes(loader, flight, p), from);
         for (uint32_t r = 0; loader->reading.source && r < NP_SOURCE_READS; r++)
             if (flight->reads[r].bytes)
                 add_read(loader, &count, index, r, flight->reads[r].offset, flight->reads[r].bytes, flight->reads[r].staged);

@@ -7,6 +7,26 @@
 #include "flash/reader.h"
 #include "flash/source.h"
 
+enum {
+    PAGE = 4096,
+    PIECE_BYTES = 1 << 20, /* of a long range: flash reads so much at full speed, and it is checked and copied in a fraction of a millisecond */
+    MAX_PIECES = 16,
+};
+
+/* The number of pieces of the longest range. Only whole experts are that long: clusters that are joined, and those with
+ * moved bytes, are filled together. */
+static uint32_t count_pieces(const np_loader_reading *reading, const np_loader_part *parts)
+{
+    const uint32_t pieces = reading->most_read_bytes / PIECE_BYTES;
+    const int may_join = reading->warm_up_reads || reading->merge_gap_bytes || parts[NP_VALUE].moved_bytes;
+    return may_join || pieces < 2 ? 1 : pieces < MAX_PIECES ? pieces : MAX_PIECES;
+}
+
+uint32_t np_loader_flight_reads(const np_loader_reading *reading, const np_loader_part *parts)
+{
+    return reading->source ? NP_SOURCE_READS : count_pieces(reading, parts);
+}
+
 enum { MAX_QUEUED = 32768 }; /* entries of one queue, two layers of a 7B model; further ones stay in the rings */
 
 /* True if a part's slots and entries are valid, wherever its clusters are read from. */
@@ -178,7 +198,9 @@ np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, cons
     loader->reader = reader;
     loader->arrivals = arrivals;
     loader->reading = *reading;
-    loader->depth = reading->source ? reader->depth / NP_SOURCE_READS : reader->depth;
+    loader->flight_reads = np_loader_flight_reads(reading, parts);
+    loader->piece_bytes = reading->source || loader->flight_reads == 1 ? INT32_MAX : (reading->most_read_bytes / loader->flight_reads + PAGE) / PAGE * PAGE;
+    loader->depth = reader->depth / loader->flight_reads;
     size_pools(loader, min_part_bytes);
     int complete = create_queues(loader, queue_capacity) & create_flights(loader) & create_warm_up(&loader->warm_up, parts[0].cluster_count);
     for (int i = 0; i < NP_LOADER_PARTS; i++)

@@ -70,6 +70,8 @@ typedef struct {
     uint8_t part, failures;
     uint8_t warms_up; /* it was in the warm-up set */
     uint8_t is_valid; /* its checksum matches, and it is in its slot */
+    uint8_t has_ended; /* it was published, or its failure handled, before its read had ended */
+    uint32_t filled_bytes, checksum; /* of a part that arrives in pieces: those in its slot so far, and their checksum */
 } np_claim;
 
 /* Staging buffers of one size, each for one read at a time. */
@@ -92,8 +94,9 @@ typedef struct {
     uint32_t staged;        /* place in the flight's buffer */
 } np_source_read;
 
-/* What is read together. From a bundle file it is one read: cluster parts in the order of the file, and gaps between
- * them. From source files it is one cluster: a read for each piece of its parts. */
+/* What is read together. From a bundle file it is one range: cluster parts in the order of the file, and gaps between
+ * them; a long range is read in pieces, all at once, so that one is checked and copied while the next arrives. From
+ * source files it is one cluster: a read for each piece of its parts. */
 typedef struct {
     uint64_t offset;
     uint32_t bytes, gap_bytes, claim_count;
@@ -103,6 +106,7 @@ typedef struct {
     np_claim *claims; /* [pool.max_claims] */
     np_source_read reads[NP_SOURCE_READS]; /* of source files; by matrix: gate, up, down. 0 bytes: not read */
     uint32_t unfinished;                   /* reads that are not completed */
+    uint32_t pieces, next_piece, arrived;  /* of a long range: all, the first one that is not filled, a bit for each that arrived */
 } np_flight;
 
 typedef struct np_filler np_filler; /* fill.h */
@@ -124,10 +128,12 @@ struct np_loader {
     np_queue queues[NP_LOADER_KINDS][NP_LOADER_PRIORITIES];
     np_warm_up warm_up;
     uint32_t depth;           /* flights: the buffers of all pools */
+    uint32_t flight_reads;    /* the most reads of a flight */
+    uint32_t piece_bytes;     /* of a long range; INT32_MAX if none is read in pieces */
     np_staging_pool pools[NP_LOADER_POOLS];
     uint8_t *staging;         /* the buffers of all pools, one after the other */
     size_t staging_bytes;
-    np_flight *flights;       /* [depth]; a read's tag is its flight * NP_SOURCE_READS + its number */
+    np_flight *flights;       /* [depth]; a read's tag is its flight * flight_reads + its number */
     np_claim *claims;         /* of all flights */
     uint32_t *free_flights;   /* [depth] the stacks of all pools */
     uint32_t *batch;          /* [depth] flights to submit */

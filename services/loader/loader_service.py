@@ -81,11 +81,13 @@ class _RowChecksums:
         self._checksums = following
 
 
-def _open_reader(package: Package, flash: Flash) -> Any:
-    """Return an np_reader of the files with neurons. Raises UserError if one cannot be opened."""
-    experts = package.manifest.source_experts
+def _open_reader(package: Package, flash: Flash, flight_reads: int) -> Any:
+    """Return an np_reader of the files with neurons. Raises UserError if one cannot be opened.
+
+    flight_reads: result of np_loader_flight_reads
+    """
     first, *further = map(str, package.neuron_files)
-    depth = flash.depth + flash.warm_up_reads if experts is None else lib.NP_SOURCE_READS * flash.depth
+    depth = flash.depth * flight_reads + flash.warm_up_reads
     error = ffi.new("int *")
     reader = lib.np_reader_open(os.fsencode(first), flash.engine.encode(), depth, error)
     if reader == ffi.NULL and flash.engine != "threads":
@@ -105,7 +107,6 @@ class Core:
     def __init__(self, job: Job, memory: RunMemory) -> None:
         manifest, flash = job.package.manifest, job.plan.flash
         source = None if manifest.source_experts is None else NativeSource(job.package, manifest.source_experts)
-        self._reader = _open_reader(job.package, flash)
         # Two for each cluster: one of each part.
         checksums = ffi.from_buffer("uint32_t[]", job.package.checksums() if source is None else source.checksums)
         self._keep: list[Any] = [checksums, source]
@@ -176,6 +177,7 @@ class Core:
         )
         arrivals = ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", "arrivals")))
         self._keep += [parts, memory]
+        self._reader = _open_reader(job.package, flash, lib.np_loader_flight_reads(reading, parts))
         self._loader = lib.np_loader_create(self._reader, parts, reading, arrivals, queue_clusters(manifest))
         if self._loader == ffi.NULL:
             raise UserError(

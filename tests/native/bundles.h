@@ -9,13 +9,21 @@
 #include "neuronpipe.h"
 #include "require.h"
 
+/* A test may choose other sizes. */
+#ifndef BUNDLE_TRIGGER_BYTES
+#define BUNDLE_TRIGGER_BYTES 4096
+#define BUNDLE_VALUE_BYTES 8192
+#define BUNDLE_CLUSTERS 96
+#define BUNDLE_SLOTS 40
+#endif
+
 enum {
     BASE = 4096,
-    TRIGGER_BYTES = 4096,
-    VALUE_BYTES = 8192,
+    TRIGGER_BYTES = BUNDLE_TRIGGER_BYTES,
+    VALUE_BYTES = BUNDLE_VALUE_BYTES,
     STRIDE = TRIGGER_BYTES + VALUE_BYTES,
-    CLUSTERS = 96,
-    SLOTS = 40,
+    CLUSTERS = BUNDLE_CLUSTERS,
+    SLOTS = BUNDLE_SLOTS,
     DEPTH = 8,
     QUEUE = 64,
     SLOTS_FILE_OFFSET = 131072, /* of the second part, behind the first in a memory file */
