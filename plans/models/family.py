@@ -226,6 +226,7 @@ class GgufArchitecture:
     has_scales: the file has factors of embeddings, attention scores, additions to the residual stream, and logits
     multiplies_logits: the file has a factor of logits, `logit_scale`
     rounds_yarn: the bounds of YaRN are rounded to whole pairs
+    yarn_multiplier: the file's `yarn_log_multiplier` reduces YaRN's factor of queries and keys; otherwise it is refused
     norms: the field of ModelSpec
     scales_embedding: token embeddings are multiplied by the root of their width
     score_cap, logit_cap: the fields of ModelSpec, if the file does not have them
@@ -264,6 +265,7 @@ class GgufArchitecture:
     has_scales: bool = False
     multiplies_logits: bool = False
     rounds_yarn: bool = True
+    yarn_multiplier: bool = False
     norms: NormPlaces = "before"
     scales_embedding: bool = False
     score_cap: float = 0.0

@@ -16,7 +16,7 @@ from neuronpipe.plans.models.configuration import (
     refuse_biases,
     sliding_windows,
 )
-from neuronpipe.plans.models.family import Architecture, Choices, Family
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.gemma import OTHER_TOWERS
 from neuronpipe.plans.models.llama import MISTRAL_DEFAULTS
 from neuronpipe.plans.models.spec import MAX, ModelSpec
@@ -98,5 +98,5 @@ FAMILY = Family(
             part="text_config",
         ),
     },
-    gguf={},
+    gguf={"mistral3": GgufArchitecture(interleaved=True, yarn_multiplier=True)},
 )

@@ -97,7 +97,6 @@ _MISSING: Mapping[tuple[str, ...], str] = {
     ("Mamba2ForCausalLM", "mamba2"): "layers without a feed-forward",
     ("Rwkv6ForCausalLM", "RwkvForCausalLM", "rwkv6", "rwkv7"): "time mixing",
     ("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "llama4"): "routers that scale the inputs of experts",
-    ("mistral3",): "factors of queries that grow with the position; convert the checkpoint in safetensors",
     ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration", "gemma3n"): "embeddings and residual streams by layer",
     ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "deepseek32", "glm-dsa"): "sparse attention with an indexer",
     ("MiniMaxForCausalLM", "MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"): "lightning attention",

@@ -1,10 +1,13 @@
-"""Mistral Small 3.1 and Ministral 3: beside a vision tower, and within the context that needs no factor of queries."""
+"""Mistral Small 3.1 and Ministral 3: beside a vision tower, within the context that needs no factor of queries, and in
+GGUF files."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +17,25 @@ from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, tensors, tokens, write_checkpoint, write_safetensors
+from tests.conformance.gguf_files import write_gguf
+from tests.conformance.test_gguf_conversion import same_weights
 from tests.conformance.test_golden_logits import GOLDEN
 
 RECIPE = RECIPES["ministral3"]
+GGUF_KEYS: dict[str, Any] = {
+    "mistral3.rope.scaling.yarn_beta_slow": 1.0,
+    "mistral3.rope.scaling.yarn_log_multiplier": 1.0,
+    "mistral3.attention.temperature_scale": 0.1,
+}
+"""What llama.cpp's converter writes of this class alone."""
+
+
+def write_ministral(path: Path, **changes: Any) -> Path:
+    """Write the recipe as a GGUF file with the whole context. changes: by keys without `mistral3.`; None leaves one
+    out."""
+    keys = GGUF_KEYS | {f"mistral3.{key}": value for key, value in changes.items()}
+    present = {key: value for key, value in keys.items() if value is not None}
+    return write_gguf(path, replace(RECIPE, context_tokens=1024), "BF16", metadata=present)
 
 
 def configure(source: Path, **changes: object) -> None:
@@ -66,3 +85,46 @@ def test_logits_without_yarn_are_others(tmp_path: Path) -> None:
     configure(source, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0})
     logits = ReferenceEngine(convert(source, tmp_path / "package", quantization="f16")).run(tokens(RECIPE)).logits
     assert np.abs(logits - GOLDEN["ministral3"]).max() > 0.05 * GOLDEN["ministral3"].std()
+
+
+def test_a_gguf_file_is_the_same_package(tmp_path: Path, converted: Callable[[str, str], Package]) -> None:
+    package, expected = (
+        convert(write_ministral(tmp_path / "m.gguf"), tmp_path / "p", quantization="f16"),
+        converted("ministral3", "f16"),
+    )
+    assert same_weights(package, expected)
+    told = replace(expected.manifest.model, norm_epsilon=float(np.float32(1e-5)))
+    assert package.manifest.model == told
+    assert package.manifest.model.context_tokens == 128
+    assert np.abs(ReferenceEngine(package).run(tokens(RECIPE)).logits - GOLDEN["ministral3"]).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "context_tokens", "attention_scale"),
+    [
+        ({"attention.temperature_scale": 0.0}, 1024, 1.0),
+        ({"attention.temperature_length": 64}, 64, 1.0),
+        ({"attention.temperature_length": 256}, 128, 1.0),  # llama.cpp reads the original context, here
+        ({"rope.scaling.yarn_log_multiplier": 0.0}, 128, (0.1 * np.log(8) + 1) ** 2),
+        ({"rope.scaling.yarn_log_multiplier": 0.5}, 128, ((0.1 * np.log(8) + 1) / (0.05 * np.log(8) + 1)) ** 2),
+        ({"rope.scaling.yarn_log_multiplier": None}, 128, (0.1 * np.log(8) + 1) ** 2),
+    ],
+)
+def test_a_gguf_file_says_the_context_and_yarns_factor(
+    changes: dict[str, Any], context_tokens: int, attention_scale: float, tmp_path: Path
+) -> None:
+    model = convert(write_ministral(tmp_path / "m.gguf", **changes), tmp_path / "p").manifest.model
+    assert model.context_tokens == context_tokens
+    assert model.attention_scale == pytest.approx(attention_scale)
+
+
+def test_a_gguf_file_that_cannot_be_read_is_refused_by_its_key(tmp_path: Path) -> None:
+    source = write_ministral(tmp_path / "m.gguf")
+    with pytest.raises(UserError, match=r"m\.gguf: mistral3\.attention\.temperature_scale: a context above 128 tokens"):
+        convert(source, tmp_path / "p", context_tokens=256)
+    write_gguf(source, replace(RECIPE, config={}), "BF16", metadata=GGUF_KEYS)  # without YaRN
+    with pytest.raises(UserError, match=r"m\.gguf: mistral3\.rope\.scaling\.original_context_length: missing"):
+        convert(source, tmp_path / "p")
+    write_ministral(source, **{"rope.scaling.yarn_log_multiplier": -1.0})
+    with pytest.raises(UserError, match=r"m\.gguf: mistral3\.rope\.scaling\.yarn_log_multiplier: "):
+        convert(source, tmp_path / "p")

@@ -102,15 +102,15 @@ def test_begin_and_end_tokens_stand_where_the_file_wants_them() -> None:
     assert built(byte_level("gpt-2")).encode("the").ids == plain
     assert built(byte_level("gpt-2", **{"tokenizer.ggml.add_bos_token": True})).encode("the").ids == [299, *plain]
     assert built(byte_level("gpt-2", **{"tokenizer.ggml.add_eos_token": True})).encode("the").ids == [*plain, 299]
-    # Llama 3 files mean the begin token unless they say otherwise.
-    assert built(byte_level("llama-bpe")).encode("the").ids == [299, *plain]
-    assert built(byte_level("llama-bpe", **{"tokenizer.ggml.add_bos_token": False})).encode("the").ids == plain
+    for pre in ("llama-bpe", "tekken"):  # such files mean the begin token unless they say otherwise
+        assert built(byte_level(pre)).encode("the").ids == [299, *plain]
+        assert built(byte_level(pre, **{"tokenizer.ggml.add_bos_token": False})).encode("the").ids == plain
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer.ggml.pre": "tekken"}, r"tokenizer\.ggml\.pre: 'tekken' is not known; default"),
+        ({"tokenizer.ggml.pre": "viking"}, r"tokenizer\.ggml\.pre: 'viking' is not known; default"),
         ({"tokenizer.ggml.model": "t5"}, r"tokenizer\.ggml\.model: 't5' is not supported"),
         ({"tokenizer.ggml.merges": ["ab"]}, r"tokenizer\.ggml\.merges: expected two pieces"),
         ({"tokenizer.ggml.merges": ["q zzz"]}, r"tokenizer\.ggml\.tokens: make no tokenizer"),

@@ -179,3 +179,13 @@ class _Reader:
         if stop > self._size_bytes:
             self._fail(f"ends at byte {stop} of a file of {self._size_bytes}: truncated or damaged")
         return GgufTensor(shape, encoding.name, data_start + offset, stop)
+
+
+def uniform_integer(metadata: Record, field: str, minimum: int, maximum: int) -> int:
+    """Return a whole number, or the number that a list repeats for every layer. Raises UserError if they differ."""
+    value = metadata.value(field)
+    if isinstance(value, list):
+        if len(set(map(repr, value))) != 1:
+            metadata.fail(field, "differs between layers: not supported")
+        return Record({field: value[0]}, metadata.where).integer(field, minimum, maximum)
+    return metadata.integer(field, minimum, maximum)

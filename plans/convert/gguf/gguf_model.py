@@ -9,15 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from neuronpipe.plans.convert.chat_template import examined, gguf_template
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predictors, take_tensors
 from neuronpipe.plans.convert.gguf.gguf_gemma4 import with_gemma4_layers
-from neuronpipe.plans.convert.gguf.gguf_latents import gguf_latents, latent_scaling
+from neuronpipe.plans.convert.gguf.gguf_header import uniform_integer
+from neuronpipe.plans.convert.gguf.gguf_latents import gguf_latents
 from neuronpipe.plans.convert.gguf.gguf_mixture import GgufMixture, gguf_mixture
 from neuronpipe.plans.convert.gguf.gguf_names import is_parallel, tensor_names
 from neuronpipe.plans.convert.gguf.gguf_parts import OpenPart, open_parts
 from neuronpipe.plans.convert.gguf.gguf_recurrent import GgufLayers, all_blocks, blocks, gguf_layers
+from neuronpipe.plans.convert.gguf.gguf_rope import context_tokens, frequencies, rotated_width, score_factor
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import gguf_ends, package_tokenizer
 from neuronpipe.plans.convert.gguf.implied_fields import local_frequencies, with_implied_fields
 from neuronpipe.plans.convert.gguf.powerinfer import (
@@ -29,16 +30,7 @@ from neuronpipe.plans.convert.gguf.powerinfer import (
     powerinfer_opt,
     powerinfer_threshold,
 )
-from neuronpipe.plans.convert.rope import (
-    MAX_THETA,
-    attention_scale,
-    interleaved_order,
-    joined_order,
-    latent_orders,
-    latent_scale,
-    paired_order,
-    scaled_frequencies,
-)
+from neuronpipe.plans.convert.rope import interleaved_order, joined_order, latent_orders, paired_order
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.stored_tensors import Inventory, OpenFile, RowNumbers
 from neuronpipe.plans.gguf_part_names import model_stem
@@ -63,9 +55,7 @@ from neuronpipe.plans.models.spec import (
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.strict_json import Record, one_line
 from neuronpipe.protocol.errors import quoted
-from numpy.typing import NDArray
 
-NOT_ROTATED = 1e20  # a divisor of frequencies by which a file says that a pair is not rotated
 NOPE_EVERY = 4  # in a smallthinker with windows, each fourth layer has neither window nor rotary positions
 
 
@@ -97,9 +87,8 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             model = powerinfer_opt(metadata, inventory, options.context_tokens)
             metadata = metadata.over({"tokenizer.ggml.pre": OPT_SPLIT}, "OPT")
         else:
-            model = _model(
-                metadata, name, family.name, architecture, activation, inventory, options.context_tokens, layers
-            )
+            tokens = context_tokens(metadata, name, inventory, options.context_tokens)
+            model = _model(metadata, name, family.name, architecture, activation, inventory, tokens, layers)
             if architecture.gemma4_layers:
                 model = with_gemma4_layers(metadata, name, inventory, model)
             model = with_implied_fields(metadata, name, architecture, model)
@@ -113,9 +102,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             _orders(metadata, name, model, architecture),
             down_by_neuron=down_by_neuron,
         )
-        frequencies = (
-            _frequencies(metadata, name, architecture, model, inventory) if model.positions == "rotary" else None
-        )
+        table = frequencies(metadata, name, architecture, model, inventory) if model.positions == "rotary" else None
         threshold = powerinfer_threshold(metadata) if header.powerinfer else 0.0
         predictors = take_predictors(inventory, model, names, enabled=options.predictor, threshold=threshold)
         left_out = range(blocks(metadata, name), all_blocks(metadata, name))
@@ -130,7 +117,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             tokenizer=package_tokenizer(path, metadata, options.tokenizer, model.vocabulary),
             chat_template=template,
             notes=facts.notes(template),
-            inverse_frequency=frequencies,
+            inverse_frequency=table,
             local_inverse_frequency=local_frequencies(metadata, name, architecture, model),
             matrices=matrices,
             vectors=vectors,
@@ -191,13 +178,15 @@ def _model(
     architecture: GgufArchitecture,
     activation: Activation,
     inventory: Inventory,
-    context_tokens: int | None,
+    context_tokens: int,
     recurrent: GgufLayers | None,
 ) -> ModelSpec:
     def integer(key: str, minimum: int, maximum: int, default: int | None = None) -> int:
         field = f"{name}.{key}"
         return (
-            default if default is not None and not metadata.has(field) else _uniform(metadata, field, minimum, maximum)
+            default
+            if default is not None and not metadata.has(field)
+            else uniform_integer(metadata, field, minimum, maximum)
         )
 
     experts = integer("expert_count", 0, MAX.experts, 0) or 1
@@ -214,12 +203,10 @@ def _model(
     for key in () if latents else whole:
         if integer(key, 1, MAX.head_width, head_width) != head_width:
             metadata.fail(f"{name}.{key}", f"differs from the width of a head, {head_width}: not supported")
-    epsilon = "layer_norm_epsilon" if architecture.norm == "layer" else "layer_norm_rms_epsilon"
-    if architecture.one_part and not metadata.has(f"{name}.attention.{epsilon}"):
-        epsilon = "layer_norm_epsilon"
-    max_tokens = integer("context_length", 1, MAX.context_tokens)
-    if context_tokens is not None and not 1 <= context_tokens <= max_tokens:
-        metadata.fail(f"{name}.context_length", f"is {max_tokens}, so {context_tokens} tokens are impossible")
+    epsilons = [f"{name}.attention.layer_norm_{kind}" for kind in ("epsilon", "rms_epsilon")]
+    if architecture.norm != "layer":
+        epsilons.reverse()
+    epsilon = next(filter(metadata.has, epsilons), epsilons[0])
     key_heads = query_heads
     if not architecture.gemma4_layers:  # there they may differ between layers, and are read later
         key_heads = integer("attention.head_count_kv", 1, MAX.key_heads, query_heads)
@@ -236,9 +223,9 @@ def _model(
             **({} if recurrent is None else recurrent.fields),
             **(latents or {"key_heads": key_heads, "head_width": head_width}),
             vocabulary=inventory.shape("token_embd.weight")[0],
-            context_tokens=context_tokens or max_tokens,
+            context_tokens=context_tokens,
             norm=architecture.norm,
-            norm_epsilon=metadata.number(f"{name}.attention.{epsilon}", 0.0, 1.0),
+            norm_epsilon=metadata.number(epsilon, 0.0, 1.0),
             head_norm=inventory.has(f"{block}.attn_q_norm.weight") and not architecture.joint_norm,
             norm_after_rotation=architecture.norm_after_rotation,
             joint_norm=architecture.joint_norm,
@@ -288,9 +275,8 @@ def _layer_kinds(
 
 
 def _scales(metadata: Record, name: str, architecture: GgufArchitecture, head_width: int) -> dict[str, Any]:
-    """Return the factors of ModelSpec: YaRN's, and those of the file if the architecture has some."""
-    rope = _rope(metadata, name, architecture)
-    scales = {"attention_scale": latent_scale(rope) if architecture.latents else attention_scale(rope)}
+    """Return the factors of ModelSpec: that of rotary positions, and those of the file if the architecture has some."""
+    scales = {"attention_scale": score_factor(metadata, name, architecture)}
     if not architecture.has_scales:
         return scales
 
@@ -305,88 +291,6 @@ def _scales(metadata: Record, name: str, architecture: GgufArchitecture, head_wi
         "residual_scale": factor("residual_scale", 1.0),
         "logit_scale": 1 / factor("logit_scale", 1.0),
     }
-
-
-def _uniform(metadata: Record, field: str, minimum: int, maximum: int) -> int:
-    """Return a whole number, or the number that a list repeats for every layer. Raises UserError if they differ."""
-    value = metadata.value(field)
-    if isinstance(value, list):
-        if len(set(map(repr, value))) != 1:
-            metadata.fail(field, "differs between layers: not supported")
-        return Record({field: value[0]}, metadata.where).integer(field, minimum, maximum)
-    return metadata.integer(field, minimum, maximum)
-
-
-def _frequencies(
-    metadata: Record, name: str, architecture: GgufArchitecture, model: ModelSpec, inventory: Inventory
-) -> NDArray[np.float32]:
-    """Return the table of inverse frequencies. Files of Llama 3 have its scaling as a tensor of divisors."""
-    if model.latent_width:
-        return scaled_frequencies(_rope(metadata, name, architecture), model.rotary_width)
-    rotated = _rotated_width(metadata, name, model)
-    head_width = model.table_width(is_local=False)
-    frequencies = scaled_frequencies(_rope(metadata, name, architecture), head_width, rotated)
-    if inventory.has("rope_freqs.weight"):
-        factors = inventory.take("rope_freqs.weight", rotated // 2).vector()
-        if (factors <= 0).any():
-            metadata.fail("rope_freqs.weight", "holds factors that are not positive: damaged")
-        frequencies[: len(factors)] /= factors
-        frequencies[: len(factors)][factors >= NOT_ROTATED] = 0
-    return frequencies
-
-
-def _rope(metadata: Record, architecture: str, rules: GgufArchitecture) -> Record:
-    """Return the file's keys about rotary positions by the names of config.json."""
-
-    def number(name: str, default: float, minimum: float, maximum: float) -> float:
-        field = f"{architecture}.rope.{name}"
-        return metadata.number(field, minimum, maximum) if metadata.has(field) else default
-
-    rope: dict[str, Any] = {"rope_theta": number("freq_base", 10_000.0, 1.0, MAX_THETA)}
-    field = f"{architecture}.rope.scaling.type"
-    kind = metadata.text(field) if metadata.has(field) else "linear"
-    if kind not in ("none", "linear", "yarn"):
-        metadata.fail(field, f"{quoted(kind)} is not supported; none, linear and yarn are")
-    factor = number("scaling.factor", 0.0, 0.0, 1e6) or number("scale_linear", 1.0, 1e-3, 1e6)
-    if kind != "none":
-        rope["rope_scaling"] = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        rope["rope_scaling"] |= _yarn(metadata, architecture, rules) | {"truncate": rules.rounds_yarn}
-    return Record(rope, metadata.where)
-
-
-def _yarn(metadata: Record, architecture: str, rules: GgufArchitecture) -> dict[str, Any]:
-    """Return the numbers of YaRN by the names of config.json. Raises UserError for keys that config.json cannot
-    express and that llama.cpp's converter does not write, unless they have no effect."""
-    prefix = f"{architecture}.rope.scaling"
-    for key, plain in (("attn_factor", 1.0), ("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
-        if rules.latents and key == "yarn_log_multiplier":
-            continue
-        if metadata.has(f"{prefix}.{key}") and metadata.number(f"{prefix}.{key}", -1e6, 1e6) != plain:
-            metadata.fail(f"{prefix}.{key}", f"is not {plain:g}: not supported")
-    original = f"{prefix}.original_context_length"
-    original = original if metadata.has(original) else f"{architecture}.context_length"
-    numbers = {
-        "beta_fast": (f"{prefix}.yarn_beta_fast", 1e-3, 1e6),
-        "beta_slow": (f"{prefix}.yarn_beta_slow", 1e-3, 1e6),
-        "attention_factor": (f"{prefix}.yarn_attn_factor", 1e-3, 1e3),
-    }
-    return {
-        "original_max_position_embeddings": metadata.integer(original, 1, MAX.context_tokens),
-        **(latent_scaling(metadata, architecture) if rules.latents else {}),
-        **{name: metadata.number(*of) for name, of in numbers.items() if metadata.has(of[0])},
-    }
-
-
-def _rotated_width(metadata: Record, architecture: str, model: ModelSpec) -> int:
-    field = f"{architecture}.rope.dimension_count"
-    head_width = model.table_width(is_local=False)
-    rotated = _uniform(metadata, field, 2, head_width) if metadata.has(field) else head_width
-    if rotated % 2:
-        metadata.fail(field, f"{rotated} is odd; rotation needs pairs")
-    if rotated < head_width and model.attention_scale != 1:
-        metadata.fail(field, "yarn's factor on scores is not supported where a part of a head rotates")
-    return rotated
 
 
 def _down_by_neuron(metadata: Record, model: ModelSpec, inventory: Inventory) -> bool:
@@ -410,7 +314,7 @@ def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArc
         return latent_orders(model)
     if architecture.interleaved:
         return {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
-    if architecture.partial_rotary and (rotated := _rotated_width(metadata, name, model)) < model.head_width:
+    if architecture.partial_rotary and (rotated := rotated_width(metadata, name, model)) < model.head_width:
         orders = {part: paired_order(count, model.head_width, rotated) for part, count in heads.items()}
         return orders | {"query_key_value": joined_order(model, orders)}
     return {}

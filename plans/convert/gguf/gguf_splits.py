@@ -54,12 +54,16 @@ def _words(digits: str, marks: str = "") -> str:
     )
 
 
-def _words_by_case() -> str:
-    """Return the pattern of GPT-4o and gpt-oss: capitals before small letters, with the contraction that follows."""
+def _words_by_case(digits: str, contraction: str = "") -> str:
+    """Return the pattern of GPT-4o, gpt-oss and Mistral: capitals before small letters.
+
+    digits: pattern of the digits that stay together
+    contraction: pattern of what may follow a word
+    """
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-    contraction, before = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"[^\r\n\p{L}\p{N}]?"
+    before = r"[^\r\n\p{L}\p{N}]?"
     words = f"{before}{upper}*{lower}+{contraction}|{before}{upper}+{lower}*{contraction}"
-    return words + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return f"{words}|{digits}" + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -72,7 +76,8 @@ SPLITS = {
     "bailingmoe": Split((_BAILING,)),
     "bailingmoe2": Split((_BAILING,)),
     "qwen35": Split((_words(r"\p{N}", marks=r"\p{M}"),), composed=True),
-    "gpt-4o": Split((_words_by_case(),), whole_words=True),
+    "gpt-4o": Split((_words_by_case(r"\p{N}{1,3}", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),), whole_words=True),
+    "tekken": Split((_words_by_case(r"\p{N}"),), whole_words=True, starts=True),
     "command-r": Split(_EACH_DIGIT, composed=True),
     "smollm": Split(_EACH_DIGIT),
     "starcoder": Split(_EACH_DIGIT),
