@@ -208,7 +208,7 @@ class GgufArchitecture:
     norm_after_rotation: the field of ModelSpec
     relu_may_mean_drelu: the user has to confirm `relu`, since files of known dReLU models say it
     activation: used if a file names none; None: GELU, which is not supported
-    router: used for mixtures if a file names none
+    router, router_jitter: used for mixtures if a file names no router
     router_reads: the field of ModelSpec
     normalized_shares: the field of ModelSpec, if a file does not say it
     latents: attention has latents, with heads whose ends are rotated by neighbouring elements
@@ -248,6 +248,7 @@ class GgufArchitecture:
     relu_may_mean_drelu: bool = False
     activation: Activation | None = "silu"
     router: Router = "softmax"
+    router_jitter: float = 0.0
     router_reads: RouterInput = "feed_forward"
     normalized_shares: bool = True
     latents: bool = False

@@ -3,6 +3,11 @@
 Dense ones have queries, keys and values in one tensor, and gate and up in another. The mixture has LayerNorm, biases of
 attention and of the logits, and the router "sparsemixer". Rotary positions "longrope" have one table up to the original
 length and another beyond it: a package has the first one, and that length, unless a longer context is requested.
+
+GGUF files of the mixture have all tensors, but neither the jitter of the router, here as published, nor the factors of
+queries and keys, `short_mscale` and `long_mscale`: llama.cpp's converter writes one that follows from the lengths. In
+Phi-3.5-MoE it is 1.190 instead of 1.243. llama.cpp computes RMS norms and a softmax of the two best experts; a package
+is computed with LayerNorm and sparsemixer, as the model was trained.
 """
 
 from __future__ import annotations
@@ -19,12 +24,13 @@ from neuronpipe.plans.models.configuration import (
     sizes,
     sliding_windows,
 )
-from neuronpipe.plans.models.family import Architecture, Choices, Family
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.mixtral import NAMES as MIXTRAL_NAMES
 from neuronpipe.plans.models.spec import MAX, ModelSpec, runs_of
 from neuronpipe.plans.strict_json import Record
 
 NAME = "phi"
+JITTER = 0.01
 Has = Callable[[str], bool]
 
 # Phi3Config in transformers/models/phi3/configuration_phi3.py.
@@ -52,7 +58,7 @@ PHIMOE_DEFAULTS = {
     "sliding_window": None,
     "num_local_experts": 16,
     "num_experts_per_tok": 2,
-    "router_jitter_noise": 0.01,
+    "router_jitter_noise": JITTER,
     "attention_bias": False,
     "lm_head_bias": False,
     "eos_token_id": 2,
@@ -114,5 +120,8 @@ FAMILY = Family(
         ),
         "PhimoeForCausalLM": PHIMOE,
         "PhiMoEForCausalLM": PHIMOE,  # as published, with code of its own
+    },
+    gguf={
+        "phimoe": GgufArchitecture(interleaved=False, norm="layer", router="sparsemixer", router_jitter=JITTER),
     },
 )

@@ -117,6 +117,7 @@ ARCHITECTURES = {
     "BailingMoeV2ForCausalLM": "bailingmoe2",
     "Starcoder2ForCausalLM": "starcoder2",
     "Ministral3ForCausalLM": "mistral3",
+    "PhimoeForCausalLM": "phimoe",
 }
 INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe", "bailingmoe", "olmo", "mistral3")
 LAYER_NORM = ("falcon", "nemotron", "stablelm", "command-r", "cohere2", "gptneox", "starcoder2", "olmo")

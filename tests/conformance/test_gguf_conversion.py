@@ -421,6 +421,53 @@ def test_gpt_oss_is_the_same_package_from_either_source(
     assert package.manifest.model == replace(expected.manifest.model, **told)
 
 
+PHIMOE = RECIPES["phimoe"]
+
+
+def write_phimoe(path: Path, **changes: Any) -> Path:
+    """Write the recipe, with the tables of divisors and the keys of llama.cpp's converter. changes: by keys without
+    `phimoe.`; None leaves one out."""
+    rope = PHIMOE.config["rope_scaling"]
+    keys = {
+        "expert_count": 6, "expert_used_count": 2, "attention.sliding_window": 0,
+        "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": rope["short_mscale"],
+    } | changes  # fmt: skip
+    metadata = {f"phimoe.{key}": value for key, value in keys.items() if value is not None}
+    tables = {kind: np.array(rope[f"{kind}_factor"], dtype=np.float32) for kind in ("short", "long")}
+    extra = {f"rope_factors_{kind}.weight": table for kind, table in tables.items()}
+    return write_gguf(path, PHIMOE, "F32", metadata=metadata, extra=extra)
+
+
+def test_phimoe_is_the_same_package(tmp_path: Path, converted: Callable[[str, str], Package]) -> None:
+    """llama.cpp computes such files with RMS norms and a softmax; what the model was trained with follows from the
+    architecture. Files do not state the jitter."""
+    source, expected = write_phimoe(tmp_path / "m.gguf"), converted("phimoe", "f16")
+    package = convert(source, tmp_path / "p", quantization="f16")
+    assert same_weights(package, expected)
+    ours, theirs = asdict(package.manifest.model), asdict(replace(expected.manifest.model, router_jitter=0.01))
+    assert ours == {name: pytest.approx(value) if isinstance(value, float) else value for name, value in theirs.items()}
+    engine = ReferenceEngine(package)
+    engine._model = replace(engine._model, router_jitter=expected.manifest.model.router_jitter)
+    assert np.abs(engine.run(tokens(PHIMOE)).logits - GOLDEN["phimoe"]).max() < 1e-3
+    longer = convert(source, tmp_path / "longer", context_tokens=128)
+    tables = [PackageWeights(each).vector("rope.inverse_frequency") for each in (package, longer)]
+    np.testing.assert_allclose(tables[0] * (1 + 0.25 * np.arange(16)), tables[1] * (2 + np.arange(16)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"rope.scaling.original_context_length": None}, "rope.scaling.original_context_length: missing"),
+        ({"rope.scaling.attn_factor": 0.0}, "rope.scaling.attn_factor: "),
+        ({"expert_used_count": None}, "expert_used_count: missing"),
+        ({"expert_used_count": 3}, "expert_used_count: is 3; sparsemixer chooses 2"),
+    ],
+)
+def test_what_a_file_of_phimoe_must_say(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"m\.gguf: phimoe\.{why}"):
+        convert(write_phimoe(tmp_path / "m.gguf", **changes), tmp_path / "p")
+
+
 SMALLTHINKER = {
     "smallthinker.expert_count": 7,
     "smallthinker.expert_used_count": 3,

@@ -54,6 +54,9 @@ def gguf_mixture(
     gating = integer("expert_gating_func", 0, 99, 0)
     if gating and gating not in GATING:
         metadata.fail(f"{name}.expert_gating_func", f"{gating} is not supported; 1 and 3 (softmax) and 2 (sigmoid) are")
+    router = GATING[gating] if gating else architecture.router
+    if router == "sparsemixer" and experts_per_token != 2:
+        metadata.fail(f"{name}.expert_used_count", f"is {experts_per_token}; sparsemixer chooses 2 experts")
     normalized = architecture.normalized_shares
     if has("expert_weights_norm"):
         normalized = metadata.boolean(f"{name}.expert_weights_norm")
@@ -71,7 +74,8 @@ def gguf_mixture(
             "experts": experts,
             "experts_per_token": experts_per_token,
             "neurons": neurons,
-            "router": GATING[gating] if gating else architecture.router,
+            "router": router,
+            "router_jitter": 0.0 if gating else architecture.router_jitter,
             "router_reads": architecture.router_reads,
             "normalized_shares": normalized or gating == SOFTMAX_OF_CHOSEN,
             "choosing_bias": inventory.has(f"blk.{routed_layer}.exp_probs_b.bias"),

@@ -234,6 +234,7 @@ def _model(
             qkv_bias=architecture.qkv_bias
             or any(map(inventory.has, (f"{block}.attn_q.bias", f"{block}.attn_qkv.bias"))),
             output_bias=inventory.has(f"{block}.attn_output.bias"),
+            logit_bias=inventory.has("output.bias"),
             attention_sinks=inventory.has(f"{block}.attn_sinks.weight"),
             activation_limit=architecture.activation_limit,
             tied_embeddings=not inventory.has("output.weight"),
