@@ -16,7 +16,8 @@ from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
 from neuronpipe.plans.inspect import parameters
 from neuronpipe.plans.lab.devices.device_description import planner_device
 from neuronpipe.plans.lab.devices.device_file import known_devices, read_device
-from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled
+from neuronpipe.plans.lab.shapes.models import EXPERTS_FIRED, model_named
+from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled, manifest_of_pulled_shape, shape_assumptions
 from neuronpipe.plans.lab.synth.shapes import SHAPES
 from neuronpipe.plans.models.registry import ARCHITECTURES
 from neuronpipe.plans.models.spec import ModelSpec
@@ -130,6 +131,30 @@ def test_the_expected_package_is_the_one_that_a_conversion_makes(recipe: str, tm
     assert (expected.quantization, expected.all_quantizations) == (made.quantization, made.all_quantizations)
     assert expected.layout == made.layout
     assert expected.model.expert_counts == made.model.expert_counts
+
+
+@pytest.mark.parametrize("name", sorted(set(catalog()) & set(SHAPES)))
+def test_a_shape_of_the_catalog_is_planned_as_the_package_that_pull_makes(name: str) -> None:
+    shape = model_named(name)
+    manifest = manifest_of_pulled_shape(shape)
+    assert manifest == manifest_of_pulled(catalog()[name])
+    (assumptions,) = shape_assumptions(shape, manifest)
+    assert f"for the {manifest.quantization} package that `pull` makes of {catalog()[name].reference}, " in assumptions
+    fires = None if shape.spec.all_neurons_fire else (EXPERTS_FIRED,) * shape.spec.layers
+    assert manifest.fired_by_layer == fires
+
+
+def test_other_shapes_are_planned_as_16_bit_weights_that_pull_converts() -> None:
+    manifest = manifest_of_pulled_shape(model_named("glm-4.5-air"))
+    assert (manifest.quantization, manifest.predictor, manifest.fired_by_layer) == ("q4k", None, (1.0,) * 46)
+    assert {name: manifest.quantization_of(name) for name in ("output", "layers.1.qkv")} == {
+        "output": "q6k", "layers.1.qkv": "q4k",
+    }  # fmt: skip
+    sparse = model_named("turbosparse-mixtral-47b")
+    manifest = manifest_of_pulled_shape(sparse)
+    assert manifest.predictor is not None
+    assert manifest.fired_by_layer == (sparse.active,) * 32
+    assert {place.name: place.quantization for place in manifest.layout.matrices}["down"] == "q5k"
 
 
 def test_the_first_model_fits_its_memory_on_every_device_with_its_whole_context() -> None:

@@ -133,11 +133,11 @@ def test_a_shape_without_a_package_is_planned_for_a_phone_and_its_plan_is_of_no_
     file = tmp_path / "phone.json"
     assert main([*asked, "-o", str(file)]) == 0
     page = capsys.readouterr().out
-    assert "for a q4 package of turbosparse-mixtral-47b that nobody made" in page
+    assert "for the q4k package that `pull` makes of 16-bit weights of turbosparse-mixtral-47b: " in page
     assert "neuronpipe simulate oneplus-12 turbosparse-mixtral-47b" in page
     made = json.loads(file.read_text())
     assert made["compute"]["mode"] == "predicted"
-    assert 23 * GIB < made["memory"]["ffn_bytes"] < 25 * GIB  # 45 billion weights of 4.5 bits
+    assert 25 * GIB < made["memory"]["ffn_bytes"] < 26 * GIB  # 45 billion weights of 4.5 bits, a third of 5.5
     assert made["memory"]["limit_bytes"] == 7e9
     assert main(["plan", str(DEMO), "--plan", str(file), "--device", "oneplus-12"]) == 2
     assert "another package" in capsys.readouterr().err
@@ -150,7 +150,7 @@ def test_a_shape_is_planned_for_this_machine_without_a_package(capsys: pytest.Ca
     made = json.loads(capsys.readouterr().out)
     assert made["expected"]["tokens_per_s"] > 0
     assert made["device_id"] == probe(DEMO).id
-    assert "for a q4 package of smallthinker-4b that nobody made" in made["reasons"][0]
+    assert "for the q4k package that `pull` makes of Tiiny/SmallThinker-4BA0.6B-Instruct-GGUF:" in made["reasons"][0]
     assert "with flash as it reads the file of the demo model" in made["reasons"][1]
     assert main(["plan", "org/SmallThinker-4B", "--device", "this-machine", *words]) == 0
     assert json.loads(capsys.readouterr().out)["id"] == made["id"]

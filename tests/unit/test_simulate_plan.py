@@ -246,5 +246,6 @@ def test_a_shape_on_a_phone_is_simulated_under_the_plan_that_it_would_have(capsy
     assert main(["plan", *words, "--device", "oneplus-12", "--json"]) == 0
     expected = json.loads(capsys.readouterr().out)["expected"]
     assert simulated["tokens_per_s"] == pytest.approx(expected["tokens_per_s"], rel=0.25)
+    assert simulated["quantization"] == "q4k"
     assert 0 < simulated["miss_rate"] < 0.9
     assert simulated["flash_reads_per_token"] < 1000

@@ -22,7 +22,7 @@ from neuronpipe.plans.history.history_report import runs_table
 from neuronpipe.plans.lab.devices.device_description import caveats, planner_device
 from neuronpipe.plans.lab.devices.device_file import THIS_MACHINE, DeviceModel, read_device
 from neuronpipe.plans.lab.shapes.models import known_models, model_named, shape_named
-from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape, shape_assumptions
+from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled_shape, shape_assumptions
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan, read_plan
 from neuronpipe.plans.plan.report import difference, explain
@@ -119,8 +119,9 @@ def _is_shape(path: Path) -> bool:
 
 def _plan_for_shape(path: Path, options: PlanOptions, *, gateway: bool) -> PlanResult:
     shape = model_named(str(path))
-    result = plan_shape_here(manifest_of_shape(shape), options, several=gateway, gateway=gateway)
-    return result.with_reasons(*shape_assumptions(shape))
+    manifest = manifest_of_pulled_shape(shape)
+    result = plan_shape_here(manifest, options, several=gateway, gateway=gateway)
+    return result.with_reasons(*shape_assumptions(shape, manifest))
 
 
 def _subject(path: Path, model: DeviceModel) -> tuple[Subject, tuple[str, ...]]:
@@ -134,9 +135,9 @@ def _subject(path: Path, model: DeviceModel) -> tuple[Subject, tuple[str, ...]]:
         )
         return subject, caveats(model)
     shape = model_named(str(path))
-    manifest = manifest_of_shape(shape)
+    manifest = manifest_of_pulled_shape(shape)
     subject = Subject(manifest=manifest, read_activity=no_activity, device=planner_device(model, manifest))
-    return subject, (*caveats(model), *shape_assumptions(shape))
+    return subject, (*caveats(model), *shape_assumptions(shape, manifest))
 
 
 def _refuse_larger(plan: Plan, usable_bytes: int, device: str) -> None:

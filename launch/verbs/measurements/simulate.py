@@ -31,7 +31,7 @@ from neuronpipe.plans.lab.devices.device_file import (
     this_machine,
 )
 from neuronpipe.plans.lab.shapes.models import SimulatedModel, known_models, model_named, model_of
-from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
+from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled_shape
 from neuronpipe.plans.lab.simulate.events import TaskSpan
 from neuronpipe.plans.lab.simulate.recording import Recording
 from neuronpipe.plans.lab.simulate.simulate import (
@@ -197,7 +197,7 @@ def _plan_run(
     if machine is None and options.memory_bytes is None:
         share = options.ffn_resident_share or 1.0
         options = dataclasses.replace(options, memory_bytes=UNLIMITED_BYTES, ffn_resident_share=share)
-    manifest = manifest_of_shape(model) if package is None else package.manifest
+    manifest = manifest_of_pulled_shape(model) if package is None else package.manifest
     if options.mode is None:
         options = dataclasses.replace(options, mode="exact" if manifest.predictor is None else "predicted")
     subject = Subject(
@@ -225,7 +225,7 @@ def _render(result: Result) -> Iterator[str]:
     yield f"per token  {show_bytes(result.dram_bytes_per_token)} of DRAM, {reads} from flash"
     busy = ", ".join(f"{unit} {share:.0%}" for unit, share in result.busy.items())
     yield f"busy       {busy}; {result.exposed_io:.0%} of the time flash alone"
-    yield f"memory     {show_bytes(result.memory_bytes)}"
+    yield f"memory     {show_bytes(result.memory_bytes)}, weights in {result.quantization}"
     yield "simulated; tests/bench/results/simulated-paper.md compares such figures with published ones"
 
 

@@ -1,15 +1,19 @@
-"""The manifest of the package that `pull` makes of a model of the catalog, without downloading anything.
+"""The manifest of the package that `pull` makes of a model of the catalog or of a shape, without downloading anything.
 
 Quantizations follow the rules of `convert` (plans/quantization_choice.py), with the encodings that a type of GGUF files
-has for each matrix. Nothing is measured in a new package: it has no shares of firing neurons and no activity profile.
+has for each matrix. Nothing is measured in a new package: it has no activity profile. The shares of neurons that fire
+are those of the shape of this name, if there is one, as the simulator takes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from neuronpipe.plans.lab.shapes.shape_manifest import with_file_lengths
+from neuronpipe.plans.lab.shapes.models import SimulatedModel, model_named, shape_named
+from neuronpipe.plans.lab.shapes.shape_manifest import TOKEN_BYTES, manifest_of_shape, with_file_lengths
 from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import (
     EMBEDDINGS,
@@ -21,7 +25,7 @@ from neuronpipe.plans.package.manifest import (
 )
 from neuronpipe.plans.package.model_layout import layout_of_model, stores_whole_experts
 from neuronpipe.plans.package.tensors import fixed_matrices
-from neuronpipe.plans.pull.catalog import CatalogModel, FileType
+from neuronpipe.plans.pull.catalog import CatalogModel, FileType, catalog_model
 from neuronpipe.plans.quantization_choice import (
     attention_quantization,
     default_quantization,
@@ -84,11 +88,51 @@ def manifest_of_pulled(model: CatalogModel) -> Manifest:
         ),
         files={},
         quantization_error={},
-        fired_by_layer=None,
+        fired_by_layer=_fired_by_layer(model.name, spec),
         predictor=_predictor(model, spec, quantization) if model.predictor_rank else None,
         quantizations=_fixed_quantizations(spec, quantization, encodings),
     )
     return with_file_lengths(manifest)
+
+
+def manifest_of_pulled_shape(shape: SimulatedModel) -> Manifest:
+    """Return the manifest of the package that `pull` makes of a shape.
+
+    A shape that is not in the catalog is taken to come in 16 bits. It then has a predictor if its activation is dReLU,
+    and neurons in order of frequency unless it is SiLU, as after `profile`.
+    """
+    if (model := catalog_model(shape.name)) is not None:
+        return manifest_of_pulled(model)
+    manifest, encodings = manifest_of_shape(shape), FILE_ENCODINGS["BF16"]
+    quantization = default_quantization({encodings.weights: 1})
+    down = _down_quantization(shape.spec, quantization, encodings, has_predictor=manifest.predictor is not None)
+    return with_file_lengths(
+        replace(
+            manifest,
+            quantization=quantization,
+            layout=layout_of_model(shape.spec, quantization, manifest.layout.neuron_order, differing={"down": down}),
+            quantizations=_fixed_quantizations(shape.spec, quantization, encodings),
+        )
+    )
+
+
+def shape_assumptions(shape: SimulatedModel, manifest: Manifest) -> Iterator[str]:
+    """Yield what a plan for a shape has to state. manifest: from `manifest_of_pulled_shape`"""
+    fires = f"{show_number(100 * shape.active)} % of a feed-forward's neurons are taken to fire"
+    if manifest.predictor is not None:
+        fires += f", and a predictor of rank {shape.predictor_rank:,} to name {show_number(100 * shape.predicted)} %"
+    model = catalog_model(shape.name)
+    source = f"16-bit weights of {shape.name}" if model is None else f"{model.reference}, {model.file_type}"
+    yield (
+        f"for the {manifest.quantization} package that `pull` makes of {source}: {fires}; a tokenizer is taken to have "
+        f"{TOKEN_BYTES} bytes a token"
+    )
+
+
+def _fired_by_layer(name: str, spec: ModelSpec) -> tuple[float, ...] | None:
+    if spec.all_neurons_fire or shape_named(name) is None:
+        return None
+    return (model_named(name).active,) * spec.layers
 
 
 def _down_quantization(

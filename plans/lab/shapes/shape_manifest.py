@@ -1,4 +1,4 @@
-"""The manifest of a shape without a package.
+"""The manifest of the package that `synth` makes of a shape, without making it.
 
 Files have the sizes of a q4 package; that of the tokenizer is assumed. The shares of firing and predicted neurons are
 the simulator's. Neurons are ordered by frequency unless the activation is SiLU.
@@ -6,11 +6,9 @@ the simulator's. Neurons are ordered by frequency unless the activation is SiLU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from neuronpipe.plans.lab.shapes.models import SimulatedModel
-from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.layout import NeuronOrder
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
@@ -78,14 +76,4 @@ def _predictor(shape: SimulatedModel) -> Predictor:
         hidden="none",
         calibration_tokens=0,
         by_layer=(quality,) * shape.spec.layers,
-    )
-
-
-def shape_assumptions(shape: SimulatedModel) -> Iterator[str]:
-    fires = f"{show_number(100 * shape.active)} % of a feed-forward's neurons are taken to fire"
-    if shape.spec.activation == "drelu":
-        fires += f", and a predictor of rank {shape.predictor_rank:,} to name {show_number(100 * shape.predicted)} %"
-    yield (
-        f"for a q4 package of {shape.name} that nobody made: {fires}; a tokenizer is taken to have {TOKEN_BYTES} bytes "
-        "a token"
     )

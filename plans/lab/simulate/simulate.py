@@ -59,6 +59,7 @@ class SimulationOptions:
 class Result:
     """The simulated speeds. Percentiles are of steps.
 
+    quantization: quantization of most weights, or their bits for systems without a plan
     resident: share of the feed-forward in memory
     exposed_io: share of the time in which only flash works
     busy: share of the time in which each unit works; `cpu` is the mean over the computing cores, `dram` the share of
@@ -69,6 +70,7 @@ class Result:
     device: str
     model: str
     policy: str
+    quantization: str
     resident: float
     batch: int
     memory_bytes: float
@@ -221,7 +223,8 @@ def simulate_plan(
     if run.device.has_npu and has_npu_worker(model.spec):
         prefill_tokens_per_s = prompt_tokens / prefill_s(situation, prompt_tokens)
     result = _result(situation, counts, decoded, prefill_tokens_per_s)
-    return dataclasses.replace(result, memory_bytes=float(plan.memory.total_bytes())), decoded
+    memory_bytes = float(plan.memory.total_bytes())
+    return dataclasses.replace(result, memory_bytes=memory_bytes, quantization=manifest.quantization), decoded
 
 
 def sequences_of(
@@ -302,6 +305,7 @@ def _result(situation: Situation, counts: Traffic, decoded: Decoded, prefill_tok
         device=device.name,
         model=model.name,
         policy=situation.system.name,
+        quantization=f"{situation.model.bits_per_weight:g} bits",
         resident=round(situation.resident, 4),
         batch=situation.batch,
         memory_bytes=model.fixed_bytes + situation.resident * model.cacheable_bytes,
