@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 Inner = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-from checkpoints import RECIPES, Recipe, tensors, tokens, write_checkpoint  # noqa: E402
+sys.path.insert(0, str(HERE.parents[2]))
+from tests.conformance.checkpoints import RECIPES, Recipe, tensors, tokens, write_checkpoint  # noqa: E402
 
 
 def drelu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
