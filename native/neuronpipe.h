@@ -164,8 +164,12 @@ typedef struct {
     size_t keys_stride, values_stride;
     const float *kept, *shares;   /* [tokens] */
     int is_delta;
+    int is_by_row;                /* 1: kept is [tokens][key_width], of each row of the memory; only with is_delta */
 } np_memory_job;
 void np_remember(const np_memory_job *job);
+
+/* The share of a memory's row that a token keeps, for n rows: exp(decay * log(1 + exp(rate + bias))). */
+void np_keep(const float *rates, const float *biases, float decay, size_t n, float *kept);
 
 /* A causal convolution of consecutive tokens: out = sum of weights[tap] * inputs[token + tap], plus bias, then
  * x * sigmoid(x) with is_activated. */
@@ -589,7 +593,7 @@ enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1, NP_READS_LAYER = 2, NP
 /* The scores of experts, from their router values: their softmax, or their sigmoids. Sparsemixer chooses two experts. The
  * share of each is its softmax among those whose values u are near its own v: (v - u) / max(|u|, v) is at most twice
  * router_jitter. The first expert is left out for the second. */
-enum { NP_MIXER_ATTENTION = 0, NP_MIXER_DELTANET = 1, NP_MIXER_MAMBA2 = 2, NP_MIXER_CONVOLUTION = 3, NP_MIXER_NONE = 4 };
+enum { NP_MIXER_ATTENTION = 0, NP_MIXER_DELTANET = 1, NP_MIXER_MAMBA2 = 2, NP_MIXER_CONVOLUTION = 3, NP_MIXER_NONE = 4, NP_MIXER_KDA = 5 };
 enum { NP_ROUTER_SOFTMAX = 0, NP_ROUTER_SIGMOID = 1, NP_ROUTER_SPARSEMIXER = 2 };
 
 /* The place of a feed-forward matrix in a cluster: the part and offset of its first row's quants, and of its scales. */
@@ -621,6 +625,7 @@ typedef struct {
     int32_t gated_attention;        /* 1: qkv has further rows, as many as queries; attention's output is multiplied by the sigmoids of their products */
     uint32_t state_heads, state_key_heads;           /* memories of a recurrent layer; heads of their keys and queries */
     uint32_t state_key_width, state_value_width;     /* of one memory */
+    uint32_t state_rank;            /* with NP_MIXER_KDA: the width of the inputs of decays and of the gate */
     uint32_t state_norm_groups;     /* with NP_MIXER_MAMBA2: groups of the output that are normed by themselves */
     uint32_t convolution_tokens;    /* tokens that convolutions of recurrent layers mix; 0: there are no such layers */
     float min_time_step;            /* with NP_MIXER_MAMBA2: the least time of a token */
@@ -689,8 +694,11 @@ typedef struct {
     np_matrix recurrent_input, recurrent_output; /* of recurrent layers: rows of channels (queries, keys, values; with NP_MIXER_CONVOLUTION two factors), then
                                                   * of the gate; there are no attention matrices then */
     np_matrix recurrent_rates;                   /* [state_heads], with NP_MIXER_DELTANET twice that */
+    np_matrix recurrent_decays, recurrent_gates; /* with NP_MIXER_KDA, where recurrent_input ends with the rows of their inputs instead of the gate:
+                                                  * [state_heads*state_key_width, state_rank], [state_heads*state_value_width, state_rank] */
     const float *convolution, *convolution_bias; /* [convolution_tokens][channels]; [channels] or NULL */
-    const float *decay, *time_bias, *skip;       /* [state_heads] each; skip only with NP_MIXER_MAMBA2 */
+    const float *decay, *time_bias, *skip;       /* [state_heads] each; time_bias with NP_MIXER_KDA [state_heads][state_key_width]; skip only with
+                                                  * NP_MIXER_MAMBA2 */
     const float *recurrent_norm;                 /* [state_value_width], with NP_MIXER_MAMBA2 of all heads */
     np_matrix latent_down, query_down; /* with latents: [latent_width+rotary_width, width], [query_rank, width]; there is no qkv then */
     np_matrix query, key_up, value_up; /* [query_heads*head_width, query_rank or width]; [query_heads*(head_width-rotary_width), latent_width]: rows are

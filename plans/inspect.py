@@ -186,7 +186,8 @@ def _heads(model: dict[str, Any]) -> str:
 
 def _mixers(description: dict[str, Any]) -> str:
     """Return how many layers have each mixer, and the size of their state; "" if all have attention."""
-    names = {"deltanet": "DeltaNet", "mamba2": "Mamba-2", "convolution": "convolution", "attention": "attention"}
+    names = {"deltanet": "DeltaNet", "kda": "Kimi delta attention", "mamba2": "Mamba-2"}
+    names |= {name: name for name in ("convolution", "attention")}
     counts: Counter[str] = Counter()
     for kind in description["model"]["layer_kinds"]:
         counts[kind["mixer"]] += kind["layers"]

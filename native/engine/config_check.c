@@ -197,7 +197,7 @@ static const char *invalid_matrix(const np_shape *s, const np_fixed *fixed)
 {
     for (uint32_t n = 0; n < s->layers; n++) {
         const np_layer *l = &fixed->layers[n];
-        const char *wrong = s->latent_width ? invalid_latents(s, l) : NULL;
+        const char *wrong = s->latent_width && l->mixer == NP_MIXER_ATTENTION ? invalid_latents(s, l) : NULL;
         if (wrong)
             return wrong;
         if (!fits_attention(s, &l->qkv, s->width))
@@ -219,12 +219,15 @@ static const char *invalid_matrix(const np_shape *s, const np_fixed *fixed)
 /* The first matrix or vector of a recurrent layer that is absent or does not fit, or NULL. */
 static const char *invalid_recurrent(const np_shape *s, const np_layer *l)
 {
-    const int has_memories = np_rates(s, l) > 0, is_mamba = l->mixer == NP_MIXER_MAMBA2;
+    const int has_memories = np_rates(s, l) > 0, is_mamba = l->mixer == NP_MIXER_MAMBA2, is_kda = l->mixer == NP_MIXER_KDA;
     FIRST_ERROR({"recurrent_input", l->recurrent_input.quants && fits_attention(s, &l->recurrent_input, s->width)},
                 {"recurrent_output", l->recurrent_output.quants && fits_attention(s, &l->recurrent_output, np_gate_width(s, l))},
                 {"recurrent_rates", !has_memories || (l->recurrent_rates.quants && fits_attention(s, &l->recurrent_rates, s->width))},
                 {"convolution", l->convolution && s->convolution_tokens > 0}, {"decay", !has_memories || (l->decay && l->time_bias)},
                 {"state_heads", !has_memories || s->state_heads > 0}, {"recurrent_norm", !has_memories || l->recurrent_norm},
+                {"state_rank", !is_kda || np_quant_bytes(s->type, s->state_rank) > 0}, {"state_key_heads", !is_kda || s->state_key_heads == s->state_heads},
+                {"recurrent_decays", !is_kda || (l->recurrent_decays.quants && fits_attention(s, &l->recurrent_decays, s->state_rank))},
+                {"recurrent_gates", !is_kda || (l->recurrent_gates.quants && fits_attention(s, &l->recurrent_gates, s->state_rank))},
                 {"skip", !is_mamba || l->skip},
                 {"state_norm_groups", !is_mamba || (s->state_norm_groups && np_gate_width(s, l) % s->state_norm_groups == 0)});
 }
@@ -235,7 +238,7 @@ static const char *invalid_mixer(const np_shape *s, const np_fixed *fixed)
     uint64_t elements = 0;
     for (uint32_t n = 0; n < s->layers; n++) {
         const np_layer *l = &fixed->layers[n];
-        if (l->mixer < NP_MIXER_ATTENTION || l->mixer > NP_MIXER_NONE || (l->mixer != NP_MIXER_ATTENTION && (s->parallel || s->latent_width || s->norms != NP_NORMS_BEFORE)))
+        if (l->mixer < NP_MIXER_ATTENTION || l->mixer > NP_MIXER_KDA || (l->mixer != NP_MIXER_ATTENTION && (s->parallel || s->norms != NP_NORMS_BEFORE)))
             return "mixer";
         const char *wrong = np_is_recurrent(l->mixer) ? invalid_recurrent(s, l) : NULL;
         if (wrong)

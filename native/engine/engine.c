@@ -52,7 +52,7 @@ static size_t layer_panel_bytes(const np_shape *shape, const np_fixed *fixed, si
     for (uint32_t n = 0; fixed->layers && n < shape->layers; n++) {
         const np_layer *l = &fixed->layers[n];
         const np_matrix *all[] = {&l->attention_output, &l->qkv, &l->latent_down, &l->query_down, &l->query, &l->value_up,
-                                  &l->recurrent_input, &l->recurrent_rates, &l->recurrent_output};
+                                  &l->recurrent_input, &l->recurrent_rates, &l->recurrent_output, &l->recurrent_decays, &l->recurrent_gates};
         for (size_t i = 0; i < sizeof all / sizeof *all; i++)
             if (i == 0 || all[i]->quants || (i == 1 && !shape->latent_width))
                 bytes = larger(bytes, np_panel_bytes(all[i]->type, max_n, tokens));
@@ -78,7 +78,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
 
     const size_t tokens = config->max_tokens;
     const size_t of_states = (size_t)shape->state_heads * shape->state_value_width;
-    size_t max_n = larger(larger(shape->width, of_states), larger(shape->latent_width, shape->query_rank)), max_head_width = shape->value_width;
+    size_t max_n = larger(larger(shape->width, larger(of_states, shape->state_rank)), larger(shape->latent_width, shape->query_rank)), max_head_width = shape->value_width;
     for (uint32_t n = 0; n < shape->layers; n++) {
         max_n = larger(max_n, np_output_columns(shape, &fixed->layers[n]));
         max_head_width = larger(max_head_width, fixed->layers[n].head_width);

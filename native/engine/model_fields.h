@@ -12,7 +12,7 @@ typedef struct {
     double minimum, maximum;
 } np_field;
 
-#define NP_FIELD_NAMES 0x06ce2b2fu /* a checksum of all names */
+#define NP_FIELD_NAMES 0x09bc5317u /* a checksum of all names */
 
 static const np_field NP_SHAPE_FIELDS[] = {
     {"width", offsetof(np_shape, width), NP_FIELD_UINT32, 1, 1048576},
@@ -44,6 +44,7 @@ static const np_field NP_SHAPE_FIELDS[] = {
     {"state_key_heads", offsetof(np_shape, state_key_heads), NP_FIELD_UINT32, 0, 4096},
     {"state_key_width", offsetof(np_shape, state_key_width), NP_FIELD_UINT32, 0, 4096},
     {"state_value_width", offsetof(np_shape, state_value_width), NP_FIELD_UINT32, 0, 4096},
+    {"state_rank", offsetof(np_shape, state_rank), NP_FIELD_UINT32, 0, 1048576},
     {"state_norm_groups", offsetof(np_shape, state_norm_groups), NP_FIELD_UINT32, 0, 4096},
     {"convolution_tokens", offsetof(np_shape, convolution_tokens), NP_FIELD_UINT32, 0, 8},
     {"min_time_step", offsetof(np_shape, min_time_step), NP_FIELD_FLOAT, 0.0, 1.0},

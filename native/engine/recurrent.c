@@ -6,10 +6,12 @@
  *             of recurrent_rates
  *   convolve  (channels, sequence)          attention: channels; the state's last inputs. Without memories: queries, the
  *                                           gate times the channels
+ *   raise     rows of recurrent_gates, and  KDA only: queries: the gate and the decays' rates, in place of the channels
+ *             of recurrent_decays
  *   remember  (head, sequence)              queries: the outputs in place of the gate; the state's memories
  *   norm      an even share of the tokens   Mamba-2 only: the same, normed by groups
  *
- * Input and convolve claim the pieces of one counter, as the stages of latents do. */
+ * Input, convolve and raise claim the pieces of one counter, as the stages of latents do. */
 #include "engine/recurrent.h"
 
 #include <math.h>
@@ -24,9 +26,14 @@
 enum { CHANNELS = 256, MAX_TAPS = 8 }; /* of a piece; of a convolution */
 
 /* ---- sizes -------------------------------------------------------------------------------------------------------- */
+static int has_delta_rule(const np_layer *l)
+{
+    return l->mixer == NP_MIXER_DELTANET || l->mixer == NP_MIXER_KDA;
+}
+
 static int has_memories(const np_layer *l)
 {
-    return l->mixer == NP_MIXER_DELTANET || l->mixer == NP_MIXER_MAMBA2;
+    return has_delta_rule(l) || l->mixer == NP_MIXER_MAMBA2;
 }
 
 uint32_t np_channels(const np_shape *s, const np_layer *l)
@@ -41,12 +48,14 @@ uint32_t np_gate_width(const np_shape *s, const np_layer *l)
 
 uint32_t np_recurrent_rows(const np_shape *s, const np_layer *l)
 {
+    if (l->mixer == NP_MIXER_KDA)
+        return np_channels(s, l) + 2 * s->state_rank;
     return (has_memories(l) ? 1 : 2) * np_channels(s, l) + np_gate_width(s, l);
 }
 
 uint32_t np_rates(const np_shape *s, const np_layer *l)
 {
-    return l->mixer == NP_MIXER_DELTANET ? 2 * s->state_heads : l->mixer == NP_MIXER_MAMBA2 ? s->state_heads : 0;
+    return has_memories(l) ? (l->mixer == NP_MIXER_DELTANET ? 2 : 1) * s->state_heads : 0;
 }
 
 size_t np_state_elements(const np_shape *s, const np_layer *l)
@@ -69,12 +78,12 @@ size_t np_mixer_width(const np_shape *s, const np_layer *l)
 size_t np_state_rows(const np_shape *s)
 {
     const size_t units = 2 * (size_t)s->state_key_width, skipped = s->state_value_width;
-    return (units > skipped ? units : skipped) + 2;
+    return (units > skipped ? units : skipped) + 2 + (s->state_rank ? s->state_key_width : 0);
 }
 
 float *np_recurrent_outputs(const np_engine *engine, const np_layer *l)
 {
-    return engine->shared.queries + np_recurrent_rows(&engine->shape, l) - np_gate_width(&engine->shape, l);
+    return engine->shared.queries + (l->mixer == NP_MIXER_KDA ? 0 : np_recurrent_rows(&engine->shape, l) - np_gate_width(&engine->shape, l));
 }
 
 /* ---- the sequences of a step -------------------------------------------------------------------------------------- */
@@ -205,16 +214,49 @@ static void convolve(np_engine *engine, const np_layer *l, const np_run *run, np
             x[t * stride + 2 * all + c] *= engine->shared.attention[(run->first + t) * stride + channels.from + c];
 }
 
+static uint32_t convolution_pieces(const np_engine *engine, const np_layer *l)
+{
+    return (np_channels(&engine->shape, l) + CHANNELS - 1) / CHANNELS * engine->run_count;
+}
+
 static void compute_convolution(np_engine *engine, uint32_t layer)
 {
     const np_layer *l = &engine->fixed.layers[layer];
     const uint32_t all = np_channels(&engine->shape, l), parts = (all + CHANNELS - 1) / CHANNELS;
-    const uint32_t first = input_pieces(engine, l) + engine->participants, pieces = parts * engine->run_count;
+    const uint32_t first = input_pieces(engine, l) + engine->participants, pieces = convolution_pieces(engine, l);
     const uint64_t started = np_clock_ns();
     for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_QKV, first + pieces)) != NP_NONE;) {
         const uint32_t from = (piece - first) % parts * CHANNELS, run = (piece - first) / parts, count = runs_in_turn(engine, run);
         for (uint32_t n = 0; n < count; n++)
             convolve(engine, l, &engine->runs[run + n], (np_range){from, all - from < CHANNELS ? all : from + CHANNELS});
+    }
+    np_trace_put(&engine->shared.trace, NP_SPAN_QKV, layer, 0, engine->step, started);
+}
+
+/* ---- decays and gates of KDA -------------------------------------------------------------------------------------- */
+/* The channels are convolved by now: the products take their place. */
+static void compute_raised(np_engine *engine, uint32_t layer)
+{
+    const np_shape *s = &engine->shape;
+    const np_layer *l = &engine->fixed.layers[layer];
+    const uint32_t gates = np_gate_width(s, l), decays = s->state_heads * s->state_key_width, of_gates = pieces_of(gates);
+    const uint32_t first = input_pieces(engine, l) + convolution_pieces(engine, l) + 2 * engine->participants;
+    const np_matrix *prepared = NULL;
+    const uint64_t started = np_clock_ns();
+    for (uint32_t claimed; (claimed = np_claim(engine, layer, NP_WORK_QKV, first + of_gates + pieces_of(decays))) != NP_NONE;) {
+        const int is_decay = claimed - first >= of_gates;
+        const np_matrix *matrix = is_decay ? &l->recurrent_decays : &l->recurrent_gates;
+        const uint32_t row = (claimed - first - (is_decay ? of_gates : 0)) * NP_PIECE_ROWS, all_rows = is_decay ? decays : gates;
+        const uint32_t rows = all_rows - row < NP_PIECE_ROWS ? all_rows - row : NP_PIECE_ROWS;
+        if (prepared != matrix) {
+            const float *inputs = engine->shared.queries + np_channels(s, l) + (is_decay ? 0 : s->state_rank);
+            engine->vectors.type = matrix->type;
+            np_prepare_vectors(engine, &engine->vectors, inputs, engine->count, s->heads_width, s->state_rank, NULL);
+            prepared = matrix;
+        }
+        engine->counters.matrix_rows += (uint64_t)rows * engine->count;
+        float *to = engine->shared.queries + (is_decay ? gates : 0) + row;
+        np_multiply_rows(engine, &engine->vectors, matrix, row, rows, NULL, to, s->heads_width);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_QKV, layer, 0, engine->step, started);
 }
@@ -231,12 +273,19 @@ static void make_unit(const float *x, size_t n, double scale, float *out)
         out[j] = x[j] * factor;
 }
 
-/* The times of a sequence's tokens in one head, as the share of a memory that is kept and that of the value. */
+/* The times of a sequence's tokens in one head, as the share of a memory that is kept (with KDA of each of its rows) and
+ * that of the value. */
 static void compute_shares(np_engine *engine, const np_layer *l, const np_run *run, uint32_t head, float *kept, float *shares)
 {
     const np_shape *s = &engine->shape;
+    const size_t keys = s->state_key_width;
     for (uint32_t t = 0; t < run->count; t++) {
-        const float *rates = engine->shared.queries + (run->first + t) * (size_t)s->heads_width + np_recurrent_rows(s, l);
+        const float *products = engine->shared.queries + (run->first + t) * (size_t)s->heads_width, *rates = products + np_recurrent_rows(s, l);
+        if (l->mixer == NP_MIXER_KDA) {
+            np_keep(products + np_gate_width(s, l) + head * keys, l->time_bias + head * keys, l->decay[head], keys, kept + t * keys);
+            shares[t] = np_sigmoid(rates[head]);
+            continue;
+        }
         float time = np_softplus(rates[head] + l->time_bias[head]);
         time = time < s->min_time_step ? s->min_time_step : time;
         kept[t] = np_exponential(time * l->decay[head]);
@@ -244,7 +293,7 @@ static void compute_shares(np_engine *engine, const np_layer *l, const np_run *r
     }
 }
 
-/* What follows a head's memory: DeltaNet norms the output, then the gate; Mamba-2 adds the value, then the gate. */
+/* What follows a head's memory: DeltaNet and KDA norm the output, then the gate; Mamba-2 adds the value, then the gate. */
 static void gate_outputs(np_engine *engine, const np_layer *l, const np_run *run, uint32_t head)
 {
     const np_shape *s = &engine->shape;
@@ -253,10 +302,10 @@ static void gate_outputs(np_engine *engine, const np_layer *l, const np_run *run
     for (uint32_t t = 0; t < run->count; t++) {
         float *output = engine->shared.attention + (run->first + t) * (size_t)s->heads_width + values_at;
         float *gate = np_recurrent_outputs(engine, l) + (run->first + t) * (size_t)s->heads_width + column;
-        if (l->mixer == NP_MIXER_DELTANET)
+        if (has_delta_rule(l))
             np_rms_norm(output, l->recurrent_norm, width, s->norm_epsilon, output);
         for (uint32_t c = 0; c < width; c++)
-            gate[c] = np_silu(gate[c]) * output[c];
+            gate[c] = (l->mixer == NP_MIXER_KDA ? np_sigmoid(gate[c]) : np_silu(gate[c])) * output[c];
     }
 }
 
@@ -264,12 +313,12 @@ static void remember(np_engine *engine, const np_layer *l, const np_run *run, ui
 {
     const np_shape *s = &engine->shape;
     const size_t keys = s->state_key_width, width = s->state_value_width, all_keys = s->state_key_heads * keys, stride = s->heads_width;
-    const int is_delta = l->mixer == NP_MIXER_DELTANET;
+    const int is_delta = has_delta_rule(l), is_by_row = l->mixer == NP_MIXER_KDA;
     const size_t key_at = head / (s->state_heads / s->state_key_heads) * keys, count = run->count;
     float *of_run = engine->shared.attention + run->first * stride;
     const float *queries = of_run + key_at, *key_rows = of_run + all_keys + key_at;
     float *values = of_run + 2 * all_keys + head * width;
-    float *kept = engine->rows, *shares = kept + count, *units = shares + count; /* np_state_rows elements for each token */
+    float *kept = engine->rows, *shares = kept + count * (is_by_row ? keys : 1), *units = shares + count; /* np_state_rows elements for each token */
     compute_shares(engine, l, run, head, kept, shares);
     for (uint32_t t = 0; t < count && is_delta; t++) {
         make_unit(queries + t * stride, keys, 1.0 / sqrt((double)keys), units + 2 * t * keys);
@@ -285,7 +334,7 @@ static void remember(np_engine *engine, const np_layer *l, const np_run *run, ui
                                  .from = state_at(engine, l, run->from, memory_at), .to = state_at(engine, l, run->to, memory_at),
                                  .queries = is_delta ? units : queries, .keys = is_delta ? units + keys : key_rows,
                                  .keys_stride = is_delta ? 2 * keys : stride, .values = values, .values_stride = stride,
-                                 .kept = kept, .shares = shares, .is_delta = is_delta});
+                                 .kept = kept, .shares = shares, .is_delta = is_delta, .is_by_row = is_by_row});
     for (uint32_t t = 0; t < count && !is_delta; t++)
         np_add(skipped + t * width, width, values + t * stride);
     gate_outputs(engine, l, run, head);
@@ -296,7 +345,7 @@ static void compute_memories(np_engine *engine, uint32_t layer)
     const np_layer *l = &engine->fixed.layers[layer];
     const uint32_t heads = engine->shape.state_heads, pieces = heads * engine->run_count;
     const uint64_t started = np_clock_ns();
-    for (uint32_t piece; has_memories(l) && (piece = np_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NONE;)
+    for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NONE;)
         for (uint32_t n = 0, count = runs_in_turn(engine, piece / heads); n < count; n++)
             remember(engine, l, &engine->runs[piece / heads + n], piece % heads);
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
@@ -317,11 +366,14 @@ static void norm_groups(np_engine *engine, uint32_t layer)
 
 int np_mix_states(np_engine *engine, uint32_t layer)
 {
-    void (*const stages[])(np_engine *, uint32_t) = {compute_input, compute_convolution, compute_memories, norm_groups};
-    const int32_t mixer = engine->fixed.layers[layer].mixer;
-    const int count = mixer == NP_MIXER_MAMBA2 ? 4 : mixer == NP_MIXER_DELTANET ? 3 : 2;
+    const np_layer *l = &engine->fixed.layers[layer];
+    const int32_t mixer = l->mixer;
+    void (*const stages[])(np_engine *, uint32_t) = {compute_input, compute_convolution, mixer == NP_MIXER_KDA ? compute_raised : NULL,
+                                                     has_memories(l) ? compute_memories : NULL, mixer == NP_MIXER_MAMBA2 ? norm_groups : NULL};
     int done = NP_OK;
-    for (int n = 0; n < count && done >= 0; n++) {
+    for (size_t n = 0; n < sizeof stages / sizeof *stages && done >= 0; n++) {
+        if (!stages[n])
+            continue;
         stages[n](engine, layer);
         done = np_meet(engine);
     }

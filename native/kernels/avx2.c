@@ -91,6 +91,10 @@ static NP_AVX2 void convolve(const np_convolution_job *job) {
     np_convolve_body(job);
 }
 
+static NP_AVX2 void keep(const float *rates, const float *biases, float decay, size_t n, float *kept) {
+    np_keep_body(rates, biases, decay, n, kept);
+}
+
 static NP_AVX2 void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     size_t j = 0;
     for (; j + 8 <= n; j += 8) {
@@ -162,6 +166,7 @@ const np_isa np_isa_avx2 = {
     remember,
     convolve,
     dot_floats,
+    keep,
     narrow,
     recode,
     NULL,

@@ -37,6 +37,10 @@ static NP_AVX512 void convolve(const np_convolution_job *job) {
     np_convolve_body(job);
 }
 
+static NP_AVX512 void keep(const float *rates, const float *biases, float decay, size_t n, float *kept) {
+    np_keep_body(rates, biases, decay, n, kept);
+}
+
 static NP_AVX512 void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     for (size_t j = 0; j < n; j += 16) {
         const __mmask16 mask = first_lanes(n - j);
@@ -101,6 +105,7 @@ static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
      remember,                                                    \
      convolve,                                                    \
      dot_floats,                                                  \
+     keep,                                                        \
      narrow,                                                      \
      recode,                                                      \
      PANEL,                                                       \

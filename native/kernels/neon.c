@@ -88,6 +88,10 @@ static void convolve(const np_convolution_job *job) {
     np_convolve_body(job);
 }
 
+static void keep(const float *rates, const float *biases, float decay, size_t n, float *kept) {
+    np_keep_body(rates, biases, decay, n, kept);
+}
+
 static void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     size_t j = 0;
     for (; j + 4 <= n; j += 4) vst1_u16(out + j, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + j))));
@@ -168,6 +172,7 @@ const np_isa np_isa_neon = {
     remember,
     convolve,
     dot_floats,
+    keep,
     narrow,
     recode,
     NULL,
@@ -190,6 +195,7 @@ const np_isa np_isa_dotprod = {
     remember,
     convolve,
     dot_floats,
+    keep,
     narrow,
     recode,
     NULL,

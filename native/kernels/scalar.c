@@ -141,6 +141,10 @@ static void convolve(const np_convolution_job *job) {
     np_convolve_body(job);
 }
 
+static void keep(const float *rates, const float *biases, float decay, size_t n, float *kept) {
+    np_keep_body(rates, biases, decay, n, kept);
+}
+
 static void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     for (size_t j = 0; j < n; j++) out[j] = np_float_to_half(x[j]);
 }
@@ -209,6 +213,7 @@ const np_isa np_isa_scalar = {
     remember,
     convolve,
     dot_floats,
+    keep,
     narrow,
     recode,
     NULL,

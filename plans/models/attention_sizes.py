@@ -108,15 +108,14 @@ class AttentionSizes(RecurrentSizes):
     @cached_property
     def attention_weights(self) -> int:
         """Number of weights of attention's matrices in all layers."""
+        layers = zip(self.layer_heads, self.mixers, strict=True)
+        attending = [heads for heads, mixer in layers if mixer == "attention"]
         if not self.latent_width:
-            attending = zip(self.layer_heads, self.mixers, strict=True)
-            return self.width * sum(
-                heads.qkv_rows + heads.query_width for heads, mixer in attending if mixer == "attention"
-            )
+            return self.width * sum(heads.qkv_rows + heads.query_width for heads in attending)
         of_latents = self.query_heads * (self.unrotated_width + self.value_width) * self.latent_width
         queries = self.query_heads * self.head_width * (self.query_rank or self.width)
         others = self.width * (self.cached_width + self.query_rank + self.query_width)
-        return len(self.layer_heads) * (of_latents + queries + others)
+        return len(attending) * (of_latents + queries + others)
 
     @property
     def unrotated_width(self) -> int:
@@ -132,7 +131,7 @@ class AttentionSizes(RecurrentSizes):
     def cached_vectors(self) -> tuple[CachedVectors, ...]:
         """The vectors of a position in the KV cache, for each layer."""
         if self.latent_width:
-            return (CachedVectors(1, self.cached_width),) * len(self.layer_heads)
+            return tuple(CachedVectors(int(mixer == "attention"), self.cached_width) for mixer in self.mixers)
         return tuple(
             CachedVectors(2 * heads.key_heads if mixer == "attention" else 0, heads.width)
             for heads, mixer in zip(self.layer_heads, self.mixers, strict=True)
@@ -152,7 +151,7 @@ class AttentionSizes(RecurrentSizes):
         """Number of values of a token that the stages of a mixer exchange at most."""
         if self.latent_width:
             heads = self.query_heads * max(self.cached_width, self.value_width)
-            return max(heads, self.cached_width + self.query_rank)
+            return max(heads, self.cached_width + self.query_rank, self.recurrent_width)
         return max(self.query_width * (2 if self.gated_attention else 1), self.recurrent_width)
 
     def table_width(self, *, is_local: bool) -> int:

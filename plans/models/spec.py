@@ -153,6 +153,7 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     state_key_heads: heads of their keys and queries; divides state_heads
     state_key_width: width of such a key
     state_value_width: width of a value of one head
+    state_rank: Kimi delta attention: width of the two vectors from which decays and the gate are computed; else 0
     state_norm_groups: Mamba-2: groups of consecutive elements of the output, which are normed by themselves; else 0
     convolution_tokens: tokens that the convolution of recurrent layers mixes; 0: there are none
     convolution_bias: these convolutions have biases
@@ -226,6 +227,7 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     state_key_heads: OptionalHeads = 0
     state_key_width: OptionalHeadWidth = 0
     state_value_width: OptionalHeadWidth = 0
+    state_rank: OptionalWidth = 0
     state_norm_groups: OptionalHeads = 0
     convolution_tokens: Annotated[int, Range(0, MAX_CONVOLUTION)] = 0
     convolution_bias: bool = False
@@ -307,8 +309,7 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
         routed = all(kind.feed_forward or kind.dense_experts == 0 for kind in kinds)
         self._require("layer_kinds", routed, "dense experts in a layer without feed-forward")
         plain = all(kind.mixer == "attention" and kind.feed_forward for kind in kinds)
-        for field in ("parallel", "latent_width"):
-            self._require(field, plain or not getattr(self, field), "needs attention and a feed-forward in every layer")
+        self._require("parallel", plain or not self.parallel, "needs attention and a feed-forward in every layer")
         self._require("norms", plain or self.norms == "before", f"{self.norms} needs attention in every layer")
         for field in ("gated_attention", "qkv_limit"):
             self._require(field, not (getattr(self, field) and self.latent_width), "not supported with latents")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neuronpipe.plans.models.attention_sizes import Heads
-from neuronpipe.plans.models.recurrent_sizes import RECURRENT, WITH_MEMORY
+from neuronpipe.plans.models.recurrent_sizes import DELTA_RULE, RECURRENT, WITH_MEMORY
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import Manifest, Predictor
@@ -21,12 +21,12 @@ def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
     for layer in range(model.layers):
         if model.mixers[layer] in RECURRENT:
             yield from _recurrent_matrices(model, layer)
-        elif model.latent_width:
-            for name, rows, columns in latent_matrices(model):
-                yield f"layers.{layer}.{name}", rows, columns
         elif model.mixers[layer] == "attention":
-            yield f"layers.{layer}.qkv", model.layer_heads[layer].qkv_rows, model.width
-        if model.mixers[layer] == "attention":
+            if model.latent_width:
+                for name, rows, columns in latent_matrices(model):
+                    yield f"layers.{layer}.{name}", rows, columns
+            else:
+                yield f"layers.{layer}.qkv", model.layer_heads[layer].qkv_rows, model.width
             yield f"layers.{layer}.attention_output", model.width, model.layer_heads[layer].query_width
 
 
@@ -34,6 +34,9 @@ def _recurrent_matrices(model: ModelSpec, layer: int) -> Iterator[tuple[str, int
     yield f"layers.{layer}.recurrent_input", model.recurrent_rows(layer), model.width
     if model.rates(layer):
         yield f"layers.{layer}.recurrent_rates", model.rates(layer), model.width
+    if model.mixers[layer] == "kda":
+        yield f"layers.{layer}.recurrent_decays", model.decays_width(layer), model.state_rank
+        yield f"layers.{layer}.recurrent_gates", model.gate_width(layer), model.state_rank
     yield f"layers.{layer}.recurrent_output", model.width, model.gate_width(layer)
 
 
@@ -52,7 +55,8 @@ def mixer_matrices(model: ModelSpec, layer: int) -> tuple[str, ...]:
     """Return the names of the matrices of a layer's mixer, without their prefix."""
     if model.mixers[layer] in RECURRENT:
         rates = ("recurrent_rates",) if model.rates(layer) else ()
-        return "recurrent_input", *rates, "recurrent_output"
+        raised = ("recurrent_decays", "recurrent_gates") if model.mixers[layer] == "kda" else ()
+        return "recurrent_input", *rates, *raised, "recurrent_output"
     if model.mixers[layer] == "none":
         return ()
     if not model.latent_width:
@@ -65,6 +69,8 @@ def row_lengths(model: ModelSpec) -> dict[str, int]:
     lengths = {"width": model.width}
     if any(mixer in WITH_MEMORY for mixer in model.mixers):
         lengths |= {"state_heads * state_value_width": model.state_values_width}
+    if model.state_rank:
+        lengths |= {"state_rank": model.state_rank}
     if model.latent_width:
         lengths |= {"latent_width": model.latent_width, "query_heads * value_width": model.query_width}
         return lengths | ({"query_rank": model.query_rank} if model.query_rank else {})
@@ -133,7 +139,8 @@ def recurrent_vectors(model: ModelSpec, layer: int) -> dict[str, int]:
     """Return the lengths of a recurrent layer's vectors by their names, without their prefix.
 
     `convolution` has for each token that it mixes, the latest one last, the weights of all channels. `decay` is the
-    logarithm of a memory's decay in a unit of time. `recurrent_norm` has the weights of one head with DeltaNet.
+    logarithm of a memory's decay in a unit of time. `time_bias` is of each memory, in KDA of each of its rows.
+    `recurrent_norm` has the weights of one head with DeltaNet and KDA.
     """
     mixer = model.mixers[layer]
     if mixer not in RECURRENT:
@@ -142,8 +149,8 @@ def recurrent_vectors(model: ModelSpec, layer: int) -> dict[str, int]:
     if model.convolution_bias:
         lengths["convolution.bias"] = model.channels(layer)
     if mixer in WITH_MEMORY:
-        lengths |= {"decay": model.state_heads, "time_bias": model.state_heads}
-        lengths["recurrent_norm"] = model.state_value_width if mixer == "deltanet" else model.state_values_width
+        lengths |= {"decay": model.state_heads, "time_bias": model.decays_width(layer)}
+        lengths["recurrent_norm"] = model.state_value_width if mixer in DELTA_RULE else model.state_values_width
     if mixer == "mamba2":
         lengths["skip"] = model.state_heads
     return lengths

@@ -218,10 +218,15 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     """
     model, layout = manifest.model, manifest.layout
     max_width = max(
-        model.width, model.query_width, model.heads_width if model.latent_width else 0, model.state_values_width
+        model.width,
+        model.query_width,
+        model.heads_width if model.latent_width else 0,
+        model.state_values_width,
+        model.state_rank,
     )
     token_bytes = 2 * 4 * max_width + (4 * model.width if model.branch_norms else 0)
-    token_bytes += 4 * max(model.max_head_width, 2 * model.state_key_width + 2, 2 * layout.block_neurons, 64)
+    state_rows = (3 if model.state_rank else 2) * model.state_key_width + 2
+    token_bytes += 4 * max(model.max_head_width, state_rows, 2 * layout.block_neurons, 64)
     tokens = shape.prefill_threads * prefill_tokens + shape.workers * shape.step_tokens
     open_experts = shape.workers * min(model.most_experts, shape.step_tokens * model.most_active_experts)
     open_experts += shape.prefill_threads * min(model.most_experts, prefill_tokens * model.most_active_experts)

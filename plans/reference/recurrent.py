@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from neuronpipe.plans.models.recurrent_sizes import WITH_MEMORY
+from neuronpipe.plans.models.recurrent_sizes import DELTA_RULE, WITH_MEMORY
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.reference.weights import Array
 
@@ -43,6 +43,8 @@ class RecurrentLayer:
         """Return what the layer adds for the tokens of one sequence, [tokens, width]. normed: [tokens, width]"""
         model, channels = self._model, self._model.channels(self._layer)
         products = self._product("recurrent_input", normed)
+        if self._mixer == "kda":
+            return self._mix_by_channel(normed, products)
         inputs, gate = products[:, : -model.gate_width(self._layer)], products[:, -model.gate_width(self._layer) :]
         if self._mixer == "convolution":
             return self._product(
@@ -50,6 +52,14 @@ class RecurrentLayer:
             )
         mixed = silu(self._convolved(inputs))
         return self._product("recurrent_output", self._remember(mixed, gate, self._product("recurrent_rates", normed)))
+
+    def _mix_by_channel(self, normed: Array, products: Array) -> Array:
+        """Return what a layer with Kimi delta attention adds. products: those with `recurrent_input`"""
+        channels = self._model.channels(self._layer)
+        inputs, of_decays, of_gate = np.split(products, (channels, channels + self._model.state_rank), axis=1)
+        decays, gate = self._product("recurrent_decays", of_decays), self._product("recurrent_gates", of_gate)
+        rates = np.concatenate((decays, self._product("recurrent_rates", normed)), axis=1)
+        return self._product("recurrent_output", self._remember(silu(self._convolved(inputs)), gate, rates))
 
     def _convolved(self, inputs: Array) -> Array:
         taps = self._vector("convolution").reshape(self._model.convolution_tokens, -1)
@@ -60,10 +70,14 @@ class RecurrentLayer:
         return total + self._vector("convolution.bias") if self._model.convolution_bias else total
 
     def _remember(self, mixed: Array, gate: Array, rates: Array) -> Array:
-        """Return the input of the output matrix. mixed: [tokens, channels]"""
+        """Return the input of the output matrix.
+
+        mixed: [tokens, channels]
+        rates: [tokens, decays_width and, with the delta rule, state_heads]
+        """
         model, tokens = self._model, len(mixed)
         assert self._mixer in WITH_MEMORY
-        is_delta = self._mixer == "deltanet"
+        is_delta = self._mixer in DELTA_RULE
         queries, keys, values = np.split(mixed, (model.state_keys_width, 2 * model.state_keys_width), axis=1)
         share = model.state_heads // model.state_key_heads
         queries, keys = (
@@ -76,14 +90,15 @@ class RecurrentLayer:
                 for part in (queries, keys)
             )
             queries = queries / np.float32(np.sqrt(model.state_key_width))
-        times = softplus(rates[:, : model.state_heads] + self._vector("time_bias"))
+        count = model.decays_width(self._layer)
+        times = softplus(rates[:, :count] + self._vector("time_bias"))
         times = np.maximum(times, np.float32(model.min_time_step))
-        decays = np.exp(times * self._vector("decay"))
-        shares = sigmoid(rates[:, model.state_heads :]) if is_delta else times
+        decays = np.exp(times.reshape(tokens, model.state_heads, -1) * self._vector("decay")[:, None])
+        shares = sigmoid(rates[:, count:]) if is_delta else times
         memory = np.zeros((model.state_heads, model.state_key_width, model.state_value_width), np.float32)
         outputs = np.empty_like(values)
         for token in range(tokens):
-            memory = memory * decays[token, :, None, None]
+            memory = memory * decays[token, :, :, None]  # of each row in KDA, otherwise of the whole
             recalled = np.einsum("hkv,hk->hv", memory, keys[token]) if is_delta else np.float32(0)
             change = (values[token] - recalled) * shares[token, :, None]
             memory = memory + keys[token, :, :, None] * change[:, None, :]
@@ -91,7 +106,7 @@ class RecurrentLayer:
         weights = self._vector("recurrent_norm")
         if is_delta:
             normed = self._normed(outputs) * weights
-            return normed.reshape(tokens, -1) * silu(gate)
+            return normed.reshape(tokens, -1) * (sigmoid(gate) if self._mixer == "kda" else silu(gate))
         outputs = outputs + self._vector("skip")[:, None] * values
         gated = outputs.reshape(tokens, -1) * silu(gate)
         return self._normed(gated.reshape(tokens, model.state_norm_groups, -1)).reshape(tokens, -1) * weights

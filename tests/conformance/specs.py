@@ -195,6 +195,23 @@ SPECS = {
         gated_attention=True, state_heads=2, state_key_heads=2, state_key_width=16, state_value_width=144,
         convolution_tokens=3, convolution_bias=True, activation="silu", **COMMON,
     ),
+    "kda": ModelSpec(
+        family="llama", width=160, neurons=300,
+        layer_kinds=(LayerKind(2, mixer="kda"), LayerKind(1), LayerKind(1, mixer="kda")), query_heads=4, key_heads=2,
+        head_width=32, state_heads=4, state_key_heads=4, state_key_width=25, state_value_width=88, state_rank=64,
+        convolution_tokens=4, activation="silu", **COMMON,
+    ),
+    "mixture with kda and latents": ModelSpec(
+        family="llama", width=96, neurons=64, experts=7, experts_per_token=2, shared_experts=1, router="sigmoid",
+        choosing_bias=True, routed_scale=2.4,
+        layer_kinds=(
+            LayerKind(1, mixer="kda", dense_experts=3), LayerKind(1, rotary=False), LayerKind(2, mixer="kda"),
+            LayerKind(1, 20),
+        ),
+        query_heads=4, key_heads=1, head_width=40, latent_width=64, rotary_width=16, value_width=24, state_heads=2,
+        state_key_heads=2, state_key_width=16, state_value_width=144, state_rank=32, convolution_tokens=3,
+        activation="silu", **COMMON,
+    ),
     "mixture with mamba": ModelSpec(
         family="llama", width=128, neurons=100, experts=6, experts_per_token=2, shared_experts=2, router="sigmoid",
         choosing_bias=True, routed_scale=1.8,

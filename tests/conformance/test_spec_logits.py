@@ -137,7 +137,10 @@ def test_experts_are_guessed_while_flash_is_idle_and_change_no_bit(
     assert 0 <= asked["guessed_right"] <= asked["guessed"]
 
 
-@pytest.mark.parametrize("name", ["deltanet", "mixture with deltanet", "mixture with mamba", "convolutions"])
+@pytest.mark.parametrize(
+    "name",
+    ["deltanet", "mixture with deltanet", "kda", "mixture with kda and latents", "mixture with mamba", "convolutions"],
+)
 @pytest.mark.parametrize("first", [1, 2, 7])
 def test_a_state_within_a_step_is_that_of_a_step_that_ends_there(name: str, first: int, packages: Packages) -> None:
     """The first tokens are fewer than a convolution spans, or more."""

@@ -9,7 +9,8 @@
 enum { KEYS = 37, VALUES = 16 * 8 + 16 * 4 + 16 + 3, TOKENS = 5, CHANNELS = 77, TAPS = 4 };
 
 static float initial[KEYS * VALUES], keys[TOKENS * KEYS], queries[TOKENS * KEYS], values[TOKENS * VALUES];
-static float kept[TOKENS], shares[TOKENS];
+static float kept[TOKENS], kept_rows[TOKENS * KEYS], shares[TOKENS];
+enum { PLAIN = 0, DELTA = 1, DELTA_BY_ROW = 2, RULES }; /* how a token changes a memory */
 
 static void fill(float *x, size_t n, float scale)
 {
@@ -17,16 +18,17 @@ static void fill(float *x, size_t n, float scale)
         x[i] = scale * random_float();
 }
 
-static void remember(size_t key_width, size_t value_width, const float *from, float *to, float *outputs, size_t first, size_t tokens, int is_delta)
+static void remember(size_t key_width, size_t value_width, const float *from, float *to, float *outputs, size_t first, size_t tokens, int rule)
 {
+    const int is_by_row = rule == DELTA_BY_ROW;
     memcpy(outputs + first * value_width, values + first * value_width, tokens * value_width * sizeof *outputs);
     np_remember(&(np_memory_job){.key_width = key_width, .value_width = value_width, .tokens = tokens, .from = from, .to = to,
                                  .keys = keys + first * key_width, .queries = queries + first * key_width, .keys_stride = key_width,
-                                 .values = outputs + first * value_width, .values_stride = value_width, .kept = kept + first,
-                                 .shares = shares + first, .is_delta = is_delta});
+                                 .values = outputs + first * value_width, .values_stride = value_width, .shares = shares + first,
+                                 .kept = is_by_row ? kept_rows + first * key_width : kept + first, .is_delta = rule != PLAIN, .is_by_row = is_by_row});
 }
 
-static void expect(size_t key_width, size_t value_width, const float *from, const float *outputs, const float *memory, int is_delta)
+static void expect(size_t key_width, size_t value_width, const float *from, const float *outputs, const float *memory, int rule)
 {
     for (size_t v = 0; v < value_width; v++) {
         double column[KEYS];
@@ -35,10 +37,10 @@ static void expect(size_t key_width, size_t value_width, const float *from, cons
         for (size_t t = 0; t < TOKENS; t++) {
             double known = 0.0, output = 0.0;
             for (size_t k = 0; k < key_width; k++)
-                known += column[k] * kept[t] * keys[t * key_width + k];
-            const double change = (values[t * value_width + v] - (is_delta ? known : 0.0)) * shares[t];
+                known += (column[k] *= rule == DELTA_BY_ROW ? kept_rows[t * key_width + k] : kept[t]) * keys[t * key_width + k];
+            const double change = (values[t * value_width + v] - (rule ? known : 0.0)) * shares[t];
             for (size_t k = 0; k < key_width; k++) {
-                column[k] = column[k] * kept[t] + keys[t * key_width + k] * change;
+                column[k] = column[k] + keys[t * key_width + k] * change;
                 output += column[k] * queries[t * key_width + k];
             }
             CHECK(fabs(output - outputs[t * value_width + v]) < 1e-4, "column %zu token %zu: %g", v, t, output);
@@ -49,36 +51,56 @@ static void expect(size_t key_width, size_t value_width, const float *from, cons
 }
 
 /* The bits of the first instruction set, which every other one has to have. */
-static float first_outputs[TOKENS * VALUES], first_memory[KEYS * VALUES];
-static int has_first;
+static float first_outputs[RULES][TOKENS * VALUES], first_memory[RULES][KEYS * VALUES];
+static int has_first[RULES];
 
 static void test_memories(const char *isa)
 {
     static const size_t widths[][2] = {{1, 1}, {2, 15}, {3, 16}, {16, 64}, {37, 128}, {36, 131}, {KEYS, VALUES}};
     for (size_t w = 0; w < sizeof widths / sizeof *widths; w++)
-        for (int is_delta = 0; is_delta < 2; is_delta++)
+        for (int rule = 0; rule < RULES; rule++)
             for (int begins = 0; begins < 2; begins++) {
                 const size_t rows = widths[w][0], columns = widths[w][1], size = rows * columns;
                 const float *from = begins ? NULL : initial;
                 float *memory = malloc(size * sizeof *memory), *stepped[2] = {malloc(size * sizeof *memory), malloc(size * sizeof *memory)};
                 float *outputs = malloc(TOKENS * columns * sizeof *outputs), *one_by_one = malloc(TOKENS * columns * sizeof *outputs);
-                remember(rows, columns, from, memory, outputs, 0, TOKENS, is_delta);
-                expect(rows, columns, from, outputs, memory, is_delta);
+                remember(rows, columns, from, memory, outputs, 0, TOKENS, rule);
+                expect(rows, columns, from, outputs, memory, rule);
                 for (size_t t = 0; t < TOKENS; t++)
-                    remember(rows, columns, t ? stepped[(t - 1) % 2] : from, stepped[t % 2], one_by_one, t, 1, is_delta);
+                    remember(rows, columns, t ? stepped[(t - 1) % 2] : from, stepped[t % 2], one_by_one, t, 1, rule);
                 CHECK(memcmp(outputs, one_by_one, TOKENS * columns * sizeof *outputs) == 0, "%s %zu: the outputs of single tokens", isa, w);
                 CHECK(memcmp(memory, stepped[(TOKENS - 1) % 2], size * sizeof *memory) == 0, "%s %zu: the memory after single tokens", isa, w);
-                if (rows == KEYS && columns == VALUES && is_delta && !begins) {
-                    if (!has_first) {
-                        memcpy(first_outputs, outputs, sizeof first_outputs);
-                        memcpy(first_memory, memory, sizeof first_memory);
-                        has_first = 1;
+                if (rows == KEYS && columns == VALUES && !begins) {
+                    if (!has_first[rule]) {
+                        memcpy(first_outputs[rule], outputs, sizeof first_outputs[rule]);
+                        memcpy(first_memory[rule], memory, sizeof first_memory[rule]);
+                        has_first[rule] = 1;
                     }
-                    CHECK(memcmp(first_outputs, outputs, sizeof first_outputs) == 0, "%s: other bits of outputs", isa);
-                    CHECK(memcmp(first_memory, memory, sizeof first_memory) == 0, "%s: other bits of the memory", isa);
+                    CHECK(memcmp(first_outputs[rule], outputs, sizeof first_outputs[rule]) == 0, "%s: other bits of outputs", isa);
+                    CHECK(memcmp(first_memory[rule], memory, sizeof first_memory[rule]) == 0, "%s: other bits of the memory", isa);
                 }
                 free(memory), free(stepped[0]), free(stepped[1]), free(outputs), free(one_by_one);
             }
+}
+
+static float first_kept[KEYS];
+static int has_kept;
+
+static void test_kept_shares(const char *isa)
+{
+    static float rates[KEYS], biases[KEYS];
+    if (!has_kept)
+        fill(rates, KEYS, 30.0f), fill(biases, KEYS, 1.0f);
+    float shares_of_rows[KEYS];
+    np_keep(rates, biases, -0.3f, KEYS, shares_of_rows);
+    for (size_t k = 0; k < KEYS; k++) {
+        const double x = (double)rates[k] + biases[k], wanted = exp(-0.3 * (log1p(exp(-fabs(x))) + fmax(x, 0.0)));
+        CHECK(fabs(shares_of_rows[k] - wanted) <= 3e-6 * wanted, "%s row %zu: %g for %g", isa, k, (double)shares_of_rows[k], wanted);
+    }
+    if (!has_kept)
+        memcpy(first_kept, shares_of_rows, sizeof first_kept);
+    has_kept = 1;
+    CHECK(memcmp(first_kept, shares_of_rows, sizeof first_kept) == 0, "%s: other bits of the shares that rows keep", isa);
 }
 
 static float first_convolved[TOKENS * CHANNELS];
@@ -130,10 +152,13 @@ int main(void)
 {
     fill(initial, KEYS * VALUES, 1.0f), fill(keys, TOKENS * KEYS, 0.3f), fill(queries, TOKENS * KEYS, 0.3f);
     fill(values, TOKENS * VALUES, 1.0f);
+    for (int row = 0; row < TOKENS * KEYS; row++)
+        kept_rows[row] = 0.75f + 0.25f * random_float();
     for (int t = 0; t < TOKENS; t++)
         kept[t] = 0.9f + 0.1f * random_float(), shares[t] = 0.5f + 0.4f * random_float();
     test_activations();
     for_each_isa(test_memories);
+    for_each_isa(test_kept_shares);
     for_each_isa(test_convolutions);
     return checks_report();
 }

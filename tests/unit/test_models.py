@@ -32,6 +32,7 @@ DENSE = ModelSpec(
     norm_epsilon=1e-5,
     activation="relu",
 )
+KDA = {"state_heads": 2, "state_key_heads": 2, "state_key_width": 16, "state_value_width": 32, "convolution_tokens": 4}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,12 @@ DENSE = ModelSpec(
         ({"layer_kinds": (LayerKind(1), LayerKind(1, mixer="convolution"))}, "convolution_tokens"),
         ({"layer_kinds": (LayerKind(1), LayerKind(1, mixer="deltanet")), "convolution_tokens": 4}, "state_heads"),
         ({"state_heads": 4}, "state_heads"),
+        ({"state_rank": 32}, "state_rank"),
+        ({"layer_kinds": (LayerKind(1), LayerKind(1, mixer="kda")), **KDA}, "state_rank"),
+        (
+            {"layer_kinds": (LayerKind(1), LayerKind(1, mixer="kda")), **KDA, "state_rank": 32, "state_key_heads": 1},
+            "state_key_heads",
+        ),
         ({"convolution_bias": True}, "convolution_bias"),
         ({"state_norm_groups": 2}, "state_norm_groups"),
         ({"experts": 1 << 20}, "experts"),

@@ -244,6 +244,7 @@ def bare_layers(of: Any) -> Any:
         ({"experts": 0, "mixer": lib.NP_MIXER_NONE}, "experts"),
         ({"mixer": 9}, "mixer"),
         ({"mixer": lib.NP_MIXER_DELTANET}, "recurrent_input"),
+        ({"mixer": lib.NP_MIXER_KDA}, "recurrent_input"),
         ({"state_before": 1}, "state_before"),
         ({"experts": 2}, "experts"),
         ({"routed_experts": 1}, "experts"),
