@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import field, replace
 
 import numpy as np
+from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.stored_tensors import Inventory, RowNumbers, StoredMatrix
 from neuronpipe.plans.models.recurrent_tensors import RecurrentTensors, SourceRows
 from neuronpipe.plans.models.spec import ModelSpec
@@ -17,6 +19,21 @@ RecurrentNames = Callable[[ModelSpec, int], RecurrentTensors]
 
 Tensors = dict[str, tuple[StoredMatrix, ...]]
 """Name after the prefix of a layer in packages -> the stored tensors of which it consists."""
+
+
+@frozen
+class Convolution(StoredMatrix):
+    """The weights of all channels for one token after the other. The parts have a row for each channel."""
+
+    parts: tuple[StoredMatrix, ...] = field(kw_only=True)
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        return tuple(part.file for part in self.parts)
+
+    def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
+        channels = [part.values(np.arange(part.rows, dtype=np.int64)) for part in self.parts]
+        return np.ascontiguousarray(np.concatenate(channels).T[rows]).view(np.uint8)
 
 
 @frozen
@@ -42,11 +59,16 @@ def take_recurrent_layer(
     if tensors.output_columns is not None:
         stored = stored.columns_reordered(_order(tensors.output_columns))
     matrices["recurrent_output"] = (stored,)
+    if tensors.decays:
+        for name, stored_name, rows in (
+            ("recurrent_decays", tensors.decays, model.decays_width(number)),
+            ("recurrent_gates", tensors.gates, model.gate_width(number)),
+        ):
+            matrices[name] = (inventory.take(f"{layer}{stored_name}.weight", rows, model.state_rank),)
     channels, order = model.channels(number), _order(tensors.channels)
-    weights = _convolution(inventory, f"{layer}{tensors.convolution}.weight", channels, model.convolution_tokens)
-    vectors: Tensors = {"convolution": (weights.reordered(order).turned(),)}
+    vectors: Tensors = {"convolution": (_convolution(inventory, layer, tensors, channels, model.convolution_tokens),)}
     if model.convolution_bias:
-        bias = inventory.take(f"{layer}{tensors.convolution}.bias", channels)
+        bias = inventory.take(f"{layer}{tensors.convolution[0]}.bias", channels)
         vectors["convolution.bias"] = (bias.as_column().reordered(order),)
     if model.rates(number):
         vectors |= _vectors_of_memories(inventory, model, number, layer, tensors)
@@ -58,8 +80,8 @@ def _vectors_of_memories(
 ) -> Tensors:
     is_mamba = model.mixers[number] == "mamba2"
 
-    def of_heads(name: str) -> StoredMatrix:
-        stored = _vector(inventory, f"{layer}{name}", model.state_heads)
+    def of_heads(name: str, length: int = model.state_heads) -> StoredMatrix:
+        stored = _vector(inventory, f"{layer}{name}", length)
         return stored if tensors.heads is None else stored.as_column().reordered(_order(tensors.heads))
 
     decay = of_heads(tensors.decay)
@@ -68,7 +90,7 @@ def _vectors_of_memories(
     normed = model.state_values_width if is_mamba else model.state_value_width
     vectors: Tensors = {
         "decay": (decay,),
-        "time_bias": (of_heads(tensors.time_bias),),
+        "time_bias": (of_heads(tensors.time_bias, model.decays_width(number)),),
         "recurrent_norm": (_vector(inventory, f"{layer}{tensors.norm}", normed),),
     }
     if is_mamba:
@@ -77,9 +99,11 @@ def _vectors_of_memories(
 
 
 def _vector(inventory: Inventory, name: str, length: int) -> StoredMatrix:
-    """Return a vector that may be stored as a matrix."""
+    """Return a vector that may be stored with further dimensions."""
     shape = inventory.shape(name)
-    return inventory.take(name, *(shape if len(shape) == 2 and math.prod(shape) == length else (length,)))
+    if len(shape) > 1 and math.prod(shape) == length:
+        return replace(inventory.take(name, *shape), rows=1, columns=length)
+    return inventory.take(name, length)
 
 
 def _rows(inventory: Inventory, layer: str, parts: Iterable[SourceRows], width: int) -> tuple[StoredMatrix, ...]:
@@ -92,8 +116,19 @@ def _order(rows: list[int]) -> RowNumbers:
     return np.asarray(rows, dtype=np.int64)
 
 
-def _convolution(inventory: Inventory, name: str, channels: int, tokens: int) -> StoredMatrix:
-    """Return the weights of a convolution as a matrix [channels, tokens], which may be stored with one more
-    dimension."""
-    has_middle = len(inventory.shape(name)) == 3
-    return inventory.take(name, channels, *([1] if has_middle else []), tokens)
+def _convolution(
+    inventory: Inventory, layer: str, tensors: RecurrentTensors, channels: int, tokens: int
+) -> StoredMatrix:
+    """Return the weights of a convolution as a matrix [tokens, channels]. The stored ones, [channels, tokens], may have
+    further dimensions."""
+    rows, order = channels // len(tensors.convolution), _order(tensors.channels)
+    parts = []
+    for name in (f"{layer}{stored}.weight" for stored in tensors.convolution):
+        shape = inventory.shape(name)
+        is_longer = len(shape) > 2 and shape[-1] == tokens and math.prod(shape) == rows * tokens
+        stored = inventory.take(name, *(shape if is_longer else (rows, tokens)))
+        parts.append(replace(stored, rows=rows))
+    if len(parts) == 1:
+        return parts[0].reordered(order).turned()
+    first = parts[0]
+    return Convolution(first.name, first.file, first.offset, tokens, channels, "F32", parts=tuple(parts))

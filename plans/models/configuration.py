@@ -75,13 +75,11 @@ GATED_DEFAULTS = {
 }
 
 
-def context_tokens(config: Record, requested_tokens: int | None) -> int:
+def context_tokens(config: Record, requested_tokens: int | None, key: str = "max_position_embeddings") -> int:
     """Return the maximal number of positions of a sequence: the requested number, or the model's if it is None."""
-    max_tokens = config.integer("max_position_embeddings", 1, MAX.context_tokens)
+    max_tokens = config.integer(key, 1, MAX.context_tokens)
     if requested_tokens is not None and not 1 <= requested_tokens <= max_tokens:
-        config.fail(
-            "max_position_embeddings", f"is {max_tokens}, so a context of {requested_tokens} tokens is impossible"
-        )
+        config.fail(key, f"is {max_tokens}, so a context of {requested_tokens} tokens is impossible")
     return requested_tokens or max_tokens
 
 
@@ -223,6 +221,18 @@ def gated_model(
         activation_threshold=threshold(config, choices),
         qkv_bias=qkv_bias,
     )
+
+
+def require_text(config: Record, key: str, expected: str) -> None:
+    """Raise UserError if a key that transformers does not read contradicts what it computes."""
+    if config.has(key) and config.text(key) != expected:
+        config.fail(key, f"{quoted(config.text(key))} is not supported in this class, only {expected}")
+
+
+def require_integer(config: Record, key: str, expected: int) -> None:
+    """Raise UserError if a key is there and is not the only number that a class supports."""
+    if config.has(key) and (stated := config.integer(key, 0, MAX.width)) != expected:
+        config.fail(key, f"{stated} is not supported in this class, only {expected}")
 
 
 def sizes(config: Record, choices: Choices, neurons: str = "intermediate_size") -> dict[str, Any]:

@@ -17,6 +17,8 @@ from neuronpipe.plans.models.configuration import (
     build_spec,
     context_tokens,
     gated_activation,
+    require_integer,
+    require_text,
     threshold,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, TensorNames
@@ -27,10 +29,10 @@ from neuronpipe.plans.models.mixture_configuration import (
     deepseek_mixture,
     dense_experts,
     first_layers,
+    listed_layers,
 )
 from neuronpipe.plans.models.spec import MAX, MAX_SCALE, MIN_SCALE, ModelSpec, runs_of
 from neuronpipe.plans.strict_json import Record
-from neuronpipe.protocol.errors import quoted
 
 NAME = "deepseek"
 MTP_LAYERS = "num_nextn_predict_layers"
@@ -122,9 +124,11 @@ _NAMES = replace(
 )
 
 
-def _names(config: Record) -> TensorNames:
-    names = _NAMES if config.has("q_lora_rank") else replace(_NAMES, query_down=None, query_down_norm=None)
-    return replace(names, query="self_attn.q_b_proj") if names.query_down else names
+def names(config: Record) -> TensorNames:
+    """Return the names of tensors, which depend on whether queries have a latent."""
+    if config.has("q_lora_rank"):
+        return replace(_NAMES, query="self_attn.q_b_proj")
+    return replace(_NAMES, query_down=None, query_down_norm=None)
 
 
 SOFTMAX_METHODS = ("greedy", "group_limited_greedy")
@@ -134,22 +138,19 @@ SOFTMAX_METHODS = ("greedy", "group_limited_greedy")
 def _v2(config: Record, has: Has, choices: Choices) -> ModelSpec:
     if config.boolean("mlp_bias"):
         config.fail("mlp_bias", "biases in the feed-forward are not supported")
-    _require_text(config, "scoring_func", "softmax")
+    require_text(config, "scoring_func", "softmax")
     return _model(config, has, choices, mixture=_v2_mixture(config), dense=first_layers(config))
 
 
 def _v3(config: Record, has: Has, choices: Choices) -> ModelSpec:
-    _require_text(config, "scoring_func", "sigmoid")
-    _require_text(config, "topk_method", "noaux_tc")
+    require_text(config, "scoring_func", "sigmoid")
+    require_text(config, "topk_method", "noaux_tc")
     return _model(config, has, choices, mixture=deepseek_mixture(config), dense=first_layers(config))
 
 
 def _glm(config: Record, has: Has, choices: Choices) -> ModelSpec:
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
-    kinds = config.items("mlp_layer_types") if config.has("mlp_layer_types") else ["dense"] + ["sparse"] * (layers - 1)
-    if len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds) or "sparse" not in kinds:
-        config.fail("mlp_layer_types", f"{quoted(kinds)} is not dense or sparse for each of {layers} layers")
-    dense = [kind == "dense" for kind in kinds]
+    dense = listed_layers(config, [layer == 0 for layer in range(layers)])
     return _model(config, has, choices, mixture=deepseek_mixture(config), dense=dense)
 
 
@@ -196,11 +197,17 @@ def _model(config: Record, has: Has, choices: Choices, *, mixture: Mixture, dens
 
 
 def _attention(config: Record) -> dict[str, Any]:
+    fields = latent_attention(config)
+    require_integer(config, "head_dim", fields["rotary_width"])
+    return fields
+
+
+def latent_attention(config: Record) -> dict[str, Any]:
+    """Return the fields of ModelSpec that describe attention with latents."""
     heads = config.integer("num_attention_heads", 1, MAX.query_heads)
     rotated = config.integer("qk_rope_head_dim", 2, MAX.head_width)
-    for key, expected in (("num_key_value_heads", heads), ("head_dim", rotated), ("moe_layer_freq", 1)):
-        if config.has(key) and (stated := config.integer(key, 0, MAX.width)) != expected:
-            config.fail(key, f"{stated} is not supported in this class, only {expected}")
+    for key, expected in (("num_key_value_heads", heads), ("moe_layer_freq", 1)):
+        require_integer(config, key, expected)
     return {
         "query_heads": heads,
         "key_heads": 1,
@@ -212,15 +219,9 @@ def _attention(config: Record) -> dict[str, Any]:
     }
 
 
-def _require_text(config: Record, key: str, expected: str) -> None:
-    """Raise UserError if a key that transformers does not read contradicts what it computes."""
-    if config.has(key) and config.text(key) != expected:
-        config.fail(key, f"{quoted(config.text(key))} is not supported in this class, only {expected}")
-
-
 def _architecture(config_class: str, defaults: dict[str, Any], read: Any, **more: Any) -> Architecture:
     return Architecture(
-        config_class=config_class, defaults=defaults, read=read, names=_names, harmless=GATED_HARMLESS, **more
+        config_class=config_class, defaults=defaults, read=read, names=names, harmless=GATED_HARMLESS, **more
     )
 
 

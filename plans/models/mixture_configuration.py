@@ -70,6 +70,15 @@ def first_layers(config: Record, key: str = "first_k_dense_replace") -> list[boo
     return [layer < dense for layer in range(layers)]
 
 
+def listed_layers(config: Record, default: list[bool], key: str = "mlp_layer_types") -> list[bool]:
+    """Return for each layer whether it has no router, as `key` lists them. default: the result without a list"""
+    layers = config.integer("num_hidden_layers", 1, MAX.layers)
+    kinds = config.items(key) if config.has(key) else ["dense" if dense else "sparse" for dense in default]
+    if len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds) or "sparse" not in kinds:
+        config.fail(key, f"{quoted(kinds)} is not dense or sparse for each of {layers} layers")
+    return [kind == "dense" for kind in kinds]
+
+
 def qwen_layers(config: Record) -> list[bool]:
     """Return for each layer of a Qwen mixture whether it has no router: those in `mlp_only_layers`, and all but every
     `decoder_sparse_step`-th one."""

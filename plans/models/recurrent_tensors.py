@@ -1,6 +1,7 @@
 """The tensors of recurrent layers in a source, and the order of their rows in packages: queries, keys, values, gate.
 
-Rates are those of the time, then with DeltaNet those of the share that a memory takes over.
+Rates are those of the time, then with DeltaNet those of the share that a memory takes over. In KDA the inputs of decays
+and of the gate take the gate's place, and rates are those of the share alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class RecurrentTensors(NamedTuple):
 
     input, rates: the rows of `recurrent_input` and `recurrent_rates`
     output: name of the output matrix
-    convolution: name of the convolution; its tensor has `.weight` [channels, 1, tokens], and `.bias` if the model says
+    convolution: names of the convolution; a tensor has `.weight` [channels, 1, tokens], and if the model says so the
+        only one has `.bias`. Several have equal shares of the channels
+    decays, gates: names of the matrices of decays and gate in KDA
     channels: the stored channels in the order of packages
     decay: the tensor that is the logarithm of the negative `decay`; the whole name, as for the tensors below
     time_bias, skip: the vectors of these names
@@ -41,8 +44,10 @@ class RecurrentTensors(NamedTuple):
     input: tuple[SourceRows, ...]
     rates: tuple[SourceRows, ...]
     output: str
-    convolution: str
+    convolution: tuple[str, ...]
     channels: list[int]
+    decays: str = ""
+    gates: str = ""
     decay: str = ""
     time_bias: str = ""
     skip: str = ""
@@ -81,6 +86,24 @@ def joined_deltanet_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:
     )
 
 
+def kda_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:
+    """Return the tensors of Kimi delta attention: queries, keys and values have a tensor and a convolution each."""
+    keys, rank, heads = model.state_keys_width, model.state_rank, model.state_heads
+    rows = {"q_proj": keys, "k_proj": keys, "v_proj": model.state_values_width, "f_a_proj": rank, "g_a_proj": rank}
+    return RecurrentTensors(
+        tuple(SourceRows(f"{prefix}.{name}", count, list(range(count))) for name, count in rows.items()),
+        (SourceRows(f"{prefix}.b_proj", heads, list(range(heads))),),
+        f"{prefix}.o_proj",
+        tuple(f"{prefix}.{part}_conv1d" for part in "qkv"),
+        list(range(2 * keys + model.state_values_width)),
+        decays=f"{prefix}.f_b_proj",
+        gates=f"{prefix}.g_b_proj",
+        decay=f"{prefix}.A_log",
+        time_bias=f"{prefix}.dt_bias",
+        norm=f"{prefix}.o_norm.weight",
+    )
+
+
 def mamba_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:
     """Return the tensors of Mamba-2, where gate, values, keys, queries and rates lie in one tensor in this order."""
     values, keys = model.state_values_width, model.state_keys_width
@@ -92,12 +115,12 @@ def mamba_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:
         (SourceRows(f"{prefix}.in_proj", total, rows),),
         (SourceRows(f"{prefix}.in_proj", total, rates),),
         f"{prefix}.out_proj",
-        f"{prefix}.conv1d",
+        (f"{prefix}.conv1d",),
         channels,
-        f"{prefix}.A_log",
-        f"{prefix}.dt_bias",
-        f"{prefix}.D",
-        f"{prefix}.norm.weight",
+        decay=f"{prefix}.A_log",
+        time_bias=f"{prefix}.dt_bias",
+        skip=f"{prefix}.D",
+        norm=f"{prefix}.norm.weight",
     )
 
 
@@ -109,7 +132,7 @@ def convolution_tensors(model: ModelSpec, prefix: str) -> RecurrentTensors:
         (SourceRows(f"{prefix}.in_proj", 3 * width, rows),),
         (),
         f"{prefix}.out_proj",
-        f"{prefix}.conv",
+        (f"{prefix}.conv",),
         list(range(width)),
     )
 
@@ -121,10 +144,10 @@ def _deltanet(
         of_input,
         rates,
         f"{prefix}.out_proj",
-        f"{prefix}.conv1d",
+        (f"{prefix}.conv1d",),
         channels,
-        f"{prefix}.A_log",
-        f"{prefix}.dt_bias",
+        decay=f"{prefix}.A_log",
+        time_bias=f"{prefix}.dt_bias",
         norm=f"{prefix}.norm.weight",
     )
 

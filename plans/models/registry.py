@@ -20,6 +20,7 @@ from neuronpipe.plans.models import (
     granite,
     granite_hybrid,
     hunyuan,
+    kimi_linear,
     lfm2,
     llama,
     minicpm,
@@ -67,6 +68,7 @@ FAMILIES: Mapping[str, Family] = {
         gemma4.FAMILY,
         olmo2.FAMILY,
         qwen3_next.FAMILY,
+        kimi_linear.FAMILY,
         lfm2.FAMILY,
         nemotron_h.FAMILY,
         granite_hybrid.FAMILY,
@@ -92,7 +94,6 @@ GGUF_ARCHITECTURES: Mapping[str, tuple[Family, GgufArchitecture]] = {
 _MISSING: Mapping[tuple[str, ...], str] = {
     ("BitNetForCausalLM", "bitnet", "bitnet-b1.58"): "ternary weights, and a norm between neurons and Down",
     ("FalconH1ForCausalLM", "falcon-h1"): "attention and Mamba-2 side by side in a layer",
-    ("KimiLinearForCausalLM", "kimi-linear"): "Kimi delta attention, whose decay differs from channel to channel",
     ("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "jamba", "mamba"): "Mamba-1 layers",
     ("Mamba2ForCausalLM", "mamba2"): "layers without a feed-forward",
     ("Rwkv6ForCausalLM", "RwkvForCausalLM", "rwkv6", "rwkv7"): "time mixing",

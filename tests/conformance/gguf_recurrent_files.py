@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "nemotron-h moe": "nemotron_h_moe",
     "granite hybrid": "granitehybrid",
     "granite hybrid dense": "granitehybrid",
+    "kimi linear": "kimi-linear",
 }
 AROUND = {
     "model.embed_tokens": "token_embd",
@@ -83,6 +84,22 @@ OF_LAYER = {
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
 }
+KIMI = {
+    "kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "kv_a_layernorm": "attn_kv_a_norm",
+    **{f"{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+    **{f"{part}_{matrix}_proj": f"ssm_{part}_{matrix}" for part in "fg" for matrix in "ab"},
+    "b_proj": "ssm_beta",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "o_norm": "ssm_norm",
+}
+OF_LAYER |= {f"self_attn.{name}": to for name, to in KIMI.items()}
+OF_LAYER |= {f"block_sparse_moe.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+OF_LAYER |= {
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias",
+}
 MATRICES = {"w1": "gate", "w3": "up", "w2": "down", **{f"{part}_proj": part for part in ("gate", "up", "down")}}
 
 
@@ -134,9 +151,11 @@ def keys(recipe: Recipe) -> dict[str, Any]:
     if recipe.experts:
         common |= {
             "expert_count": recipe.experts,
-            "expert_used_count": settings["num_experts_per_tok"],
+            "expert_used_count": settings.get("num_experts_per_tok", settings.get("num_experts_per_token")),
             "expert_feed_forward_length": recipe.neurons,
         }
+    if recipe.name == "kimi linear":
+        return common | _keys_of_kimi(recipe)
     if "linear_num_value_heads" in settings:
         heads, share = settings["linear_num_value_heads"], settings["rope_parameters"]["partial_rotary_factor"]
         return common | lengths | {
@@ -184,6 +203,27 @@ def _keys_of_blocks(recipe: Recipe) -> dict[str, Any]:
             "expert_group_count": 1,
         }
     return keys
+
+
+def _keys_of_kimi(recipe: Recipe) -> dict[str, Any]:
+    settings, linear = recipe.config, recipe.config["linear_attn_config"]
+    latent, rotated = settings["kv_lora_rank"], settings["qk_rope_head_dim"]
+    return {
+        "attention.head_count_kv": [int(layer + 1 in linear["full_attn_layers"]) for layer in range(recipe.layers)],
+        "attention.key_length": latent + rotated,
+        "attention.value_length": settings["v_head_dim"],
+        "attention.key_length_mla": settings["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": settings["v_head_dim"],
+        "attention.kv_lora_rank": latent,
+        "rope.dimension_count": rotated,
+        "ssm.conv_kernel": linear["short_conv_kernel_size"],
+        "kda.head_dim": linear["head_dim"],
+        "feed_forward_length": settings["intermediate_size"],
+        "expert_shared_count": 1,
+        "leading_dense_block_count": 1,
+        "expert_weights_scale": settings["routed_scaling_factor"],
+        "expert_gating_func": 2,
+    }
 
 
 def _keys_of_granite(recipe: Recipe) -> dict[str, Any]:
@@ -244,6 +284,11 @@ def _of_layer(recipe: Recipe, name: str, values: Array, *, older: bool) -> Itera
             yield f"ffn_down{suffix}", values
         else:
             yield from zip((f"ffn_gate{suffix}", f"ffn_up{suffix}"), np.split(values, 2), strict=True)
+    elif stem == "self_attn.kv_b_proj":
+        heads = values.reshape(recipe.query_heads, -1, values.shape[1])
+        of_keys, of_values = np.split(heads, [recipe.config["qk_nope_head_dim"]], axis=1)
+        yield "attn_k_b.weight", np.ascontiguousarray(of_keys.swapaxes(1, 2))
+        yield "attn_v_b.weight", np.ascontiguousarray(of_values)
     elif stem == "linear_attn.in_proj_qkvz" and not older:
         yield from _apart(recipe, values)
     elif stem == "linear_attn.in_proj_qkvz":
@@ -278,6 +323,8 @@ def _changed(recipe: Recipe, name: str, values: Array) -> Array:
         return interleaved(values, recipe.query_heads if match[1] == "q" else recipe.key_heads)
     if stem.endswith("A_log"):
         values = -np.exp(values)
+    if stem.endswith("_conv1d"):
+        return values[None]
     if stem.endswith(("conv1d", "conv.conv")):
         values = values[:, 0]
     if stem == "mlp.shared_expert_gate":

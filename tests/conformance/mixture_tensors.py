@@ -11,6 +11,8 @@ from tests.conformance.dense_tensors import GATED
 from tests.conformance.random_tensors import Array, random_tensor, rounded
 from tests.conformance.recipes import Recipe
 
+KDA_WIDTH = 32
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -61,6 +63,9 @@ PARTS = {
     ),
     "MiniMaxM2ForCausalLM": replace(
         MIXTRAL, correction="block_sparse_moe.e_score_correction_bias", norms=NORMS, whole_norms=True
+    ),
+    "KimiLinearForCausalLM": replace(
+        MIXTRAL, correction="block_sparse_moe.gate.e_score_correction_bias", shared="block_sparse_moe.shared_experts."
     ),
     "PhimoeForCausalLM": replace(MIXTRAL, output_bias=True, layer_norm=True),
     "BailingMoeForCausalLM": BAILING,
@@ -119,7 +124,11 @@ def mixture_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         name = f"model.layers.{layer}"
         attention = f"{name}.{parts.attention}"
         yield from norm(f"{name}.input_layernorm")
-        if "kv_lora_rank" in recipe.config:
+        if layer in kda_layers(recipe):
+            heads_width = _kda_heads(recipe) * KDA_WIDTH
+            for part, shape, deviation, centre in _kda(recipe):
+                yield made(f"{name}.self_attn.{part}", shape, deviation, centre)
+        elif "kv_lora_rank" in recipe.config:
             heads_width = recipe.query_heads * recipe.config["v_head_dim"]
             for part, shape, deviation, centre in _latent_attention(recipe):
                 yield made(f"{name}.self_attn.{part}.weight", shape, deviation, centre)
@@ -142,6 +151,36 @@ def mixture_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
     if recipe.config.get("lm_head_bias"):
         yield made("lm_head.bias", (recipe.vocabulary,), 2.0)
+
+
+def _kda_heads(recipe: Recipe) -> int:
+    settings = recipe.config
+    return settings.get("linear_num_heads") or settings["linear_attn_config"]["num_heads"]
+
+
+def kda_layers(recipe: Recipe) -> list[int]:
+    """The layers with Kimi delta attention, in either form that config.json may have."""
+    if "linear_attn_config" in recipe.config:
+        return [number - 1 for number in recipe.config["linear_attn_config"]["kda_layers"]]
+    kinds = recipe.config.get("layer_types", ()) if recipe.architecture == "KimiLinearForCausalLM" else ()
+    return [layer for layer, kind in enumerate(kinds) if kind == "linear_attention"]
+
+
+def _kda(recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...], float, float]]:
+    """Name, shape, deviation and centre of all but the output matrix. Memories decay so slowly that tokens far away
+    count, and their channels at rates that differ."""
+    width, heads = recipe.width, _kda_heads(recipe)
+    heads_width = heads * KDA_WIDTH
+    for part in "qkv":
+        yield f"{part}_proj.weight", (heads_width, width), 1.3 * width**-0.5, 0.0
+        yield f"{part}_conv1d.weight", (heads_width, 1, 4), 0.5, 0.0
+    for part in "fg":
+        yield f"{part}_a_proj.weight", (KDA_WIDTH, width), width**-0.5, 0.0
+        yield f"{part}_b_proj.weight", (heads_width, KDA_WIDTH), 1.5 * KDA_WIDTH**-0.5, 0.0
+    yield "b_proj.weight", (heads, width), width**-0.5, 0.0
+    yield "A_log", (1, 1, heads, 1), 1.0, -2.0
+    yield "dt_bias", (heads_width,), 1.0, -1.0
+    yield "o_norm.weight", (KDA_WIDTH,), 0.3, 1.0
 
 
 def _latent_attention(recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...], float, float]]:

@@ -62,6 +62,7 @@ MODEL_TYPES = {
     "Phi3ForCausalLM": "phi3",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "KimiLinearForCausalLM": "kimi_linear",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GraniteMoeForCausalLM": "granitemoe",
     "Gemma2ForCausalLM": "gemma2",
@@ -575,6 +576,33 @@ RECIPES = {
                 "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 60, "num_shared_experts": 2,
                 "norm_topk_prob": True, "first_k_dense_replace": 0, "use_bias": False, "norm_head": False,
                 "use_qk_norm": False,
+            },
+        ),
+        Recipe(
+            "kimi linear", "KimiLinearForCausalLM", "silu", 96, 64, 5, 4, 4, 40, experts=12, shared=64, dense=(0,),
+            config={
+                "num_experts": 12, "num_experts_per_token": 3, "moe_intermediate_size": 64, "num_shared_experts": 1,
+                "intermediate_size": 150, "first_k_dense_replace": 1, "num_expert_group": 1, "topk_group": 1,
+                "routed_scaling_factor": 2.446, "moe_router_activation_func": "sigmoid", "moe_renormalize": True,
+                "q_lora_rank": None, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24,
+                "v_head_dim": 24, "mla_use_nope": True, "pad_token_id": None, "rope_scaling": None,
+                "model_max_length": 128,
+                "linear_attn_config": {
+                    "full_attn_layers": [3, 5], "kda_layers": [1, 2, 4], "num_heads": 4, "head_dim": 32,
+                    "short_conv_kernel_size": 4,
+                },
+            },
+        ),
+        Recipe(
+            "kimi linear groups", "KimiLinearForCausalLM", "silu", 96, 64, 4, 4, 4, 40, dtype="BF16", experts=12,
+            shared=128, dense=(0, 1), shards=2,
+            config={
+                "num_experts": 12, "num_experts_per_token": 3, "moe_intermediate_size": 64, "num_shared_experts": 2,
+                "intermediate_size": 130, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+                "num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "moe_renormalize": False,
+                "q_lora_rank": 32, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24,
+                "v_head_dim": 24, "pad_token_id": None, "layer_types": ["full_attention", *["linear_attention"] * 3],
+                "linear_num_heads": 3, "linear_head_dim": 32, "linear_conv_kernel_dim": 4,
             },
         ),
         Recipe(

@@ -123,6 +123,9 @@ def test_a_list_of_recurrent_layers_precedes_the_interval(tmp_path: Path) -> Non
         ("lfm2", {"attention.head_count_kv": [0, 2, 1, 0]}, (), r"lfm2\.attention\.head_count_kv: differs between"),
         ("lfm2", {}, ("shortconv.l_cache",), r"lfm2\.shortconv\.l_cache: "),
         ("nemotron-h", {"feed_forward_length": 200}, (), r"nemotron_h\.feed_forward_length: expected a list"),
+        ("kimi linear", {}, ("kda.head_dim",), r"kimi-linear\.kda\.head_dim: "),
+        ("kimi linear", {"attention.head_count_kv": 1}, (), r"kimi-linear\.attention\.head_count_kv: is no list of a"),
+        ("kimi linear", {"ssm.conv_kernel": 99}, (), r"kimi-linear\.ssm\.conv_kernel: "),
         ("nemotron-h moe", {"moe_latent_size": 64}, (), r"nemotron_h_moe\.moe_latent_size: experts that read a latent"),
     ],
 )  # fmt: skip

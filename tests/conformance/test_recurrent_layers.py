@@ -23,6 +23,7 @@ from tests.conformance.checkpoints import RECIPES, _stored, config, tensors, tok
 Converted = Callable[[str, str], Package]
 GOLDEN = np.load(Path(__file__).parent / "golden" / "logits.npz")
 DELTANET, MAMBA = ("qwen3 next", "qwen3.5 moe"), ("nemotron-h", "granite hybrid")
+KDA = ("kimi linear", "kimi linear groups")
 # Mechanism -> recipe and other fields of the description.
 FIELDS: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen3 next", "gated attention"): {"gated_attention": False},
@@ -36,6 +37,21 @@ FIELDS: dict[tuple[str, str], dict[str, Any]] = {
     ("nemotron-h", "norms by groups"): {"state_norm_groups": 1},
     ("nemotron-h", "biases of convolutions"): {"convolution_bias": False},
     ("nemotron-h moe", "shared experts"): {"shared_experts": 0},
+    ("kimi linear", "shared experts"): {"shared_experts": 0},
+    ("kimi linear", "the bias that chooses"): {"choosing_bias": False},
+    ("kimi linear", "the factor of shares"): {"routed_scale": 1.0},
+    ("kimi linear", "sigmoids of routers"): {"router": "softmax"},
+    ("kimi linear groups", "shares that do not sum to 1"): {"normalized_shares": True},
+    ("kimi linear groups", "groups"): {"router_groups": 1, "groups_per_token": 1},
+    ("kimi linear", "heads that nothing rotates"): {
+        "layer_kinds": (
+            LayerKind(1, mixer="kda", dense_experts=3),
+            LayerKind(1, mixer="kda"),
+            LayerKind(1),
+            LayerKind(1, mixer="kda"),
+            LayerKind(1),
+        )
+    },
     ("bamba", "norms by groups"): {"state_norm_groups": 1},
     ("granite hybrid dense", "the factor of embeddings"): {"embedding_scale": 1.0},
     ("granite hybrid", "the factor of what layers add"): {"residual_scale": 1.0},
@@ -45,9 +61,11 @@ VECTORS: dict[tuple[str, str], tuple[str, Callable[[NDArray[np.float32]], NDArra
     ("qwen3.5", "earlier tokens of convolutions"): ("convolution", lambda taps: _last(taps, 3)),
     ("lfm2", "earlier tokens of convolutions"): ("convolution", lambda taps: _last(taps, 3)),
     ("nemotron-h", "earlier tokens of convolutions"): ("convolution", lambda taps: _last(taps, 4)),
-    **{(name, "decay"): ("decay", np.zeros_like) for name in (*DELTANET, *MAMBA)},
-    **{(name, "biases of times"): ("time_bias", np.zeros_like) for name in (*DELTANET, *MAMBA)},
-    **{(name, "weights of norms"): ("recurrent_norm", np.ones_like) for name in (*DELTANET, *MAMBA)},
+    **{(name, "decay"): ("decay", np.zeros_like) for name in (*DELTANET, *KDA, *MAMBA)},
+    **{(name, "biases of times"): ("time_bias", np.zeros_like) for name in (*DELTANET, *KDA, *MAMBA)},
+    **{(name, "weights of norms"): ("recurrent_norm", np.ones_like) for name in (*DELTANET, *KDA, *MAMBA)},
+    ("kimi linear", "earlier tokens of convolutions"): ("convolution", lambda taps: _last(taps, 4)),
+    ("kimi linear", "decays that differ between channels"): ("time_bias", lambda bias: np.full_like(bias, bias.mean())),
     **{(name, "skipped values"): ("skip", np.zeros_like) for name in MAMBA},
 }
 
@@ -97,11 +115,58 @@ def test_logits_with_other_vectors_are_others(name: str, mechanism: str, convert
 
 
 @pytest.mark.parametrize("function", ["silu", "softplus", "sigmoid"])
+@pytest.mark.parametrize("name", ["qwen3.5", "kimi linear"])
 def test_logits_without_an_activation_are_others(
-    function: str, converted: Converted, monkeypatch: pytest.MonkeyPatch
+    name: str, function: str, converted: Converted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recurrent, function, np.abs)
-    assert differ(ReferenceEngine(converted("qwen3.5", "f16")).run(tokens(RECIPES["qwen3.5"])).logits, "qwen3.5")
+    assert differ(ReferenceEngine(converted(name, "f16")).run(tokens(RECIPES[name])).logits, name)
+
+
+@pytest.mark.parametrize("name", KDA)
+@pytest.mark.parametrize(
+    ("matrix", "change"),
+    [
+        ("recurrent_rates", np.zeros_like),  # the share that a memory takes over
+        ("recurrent_gates", np.zeros_like),
+        ("recurrent_decays", np.zeros_like),  # what a token says of its decays
+        # The same decays for all channels of a head: those of gated DeltaNet.
+        ("recurrent_decays", lambda x: np.repeat(x.reshape(len(x), -1, 32).mean(axis=2), 32, axis=1)),
+    ],
+)
+def test_products_of_kimi_delta_attention_count(
+    name: str, matrix: str, change: Callable[[NDArray[np.float32]], NDArray[np.float32]], converted: Converted
+) -> None:
+    engine = ReferenceEngine(converted(name, "f16"))
+    product = engine._product
+    engine._product = lambda layer, part, x: (  # type: ignore[method-assign]
+        change(product(layer, part, x)) if part == matrix else product(layer, part, x)
+    )
+    assert differ(engine.run(tokens(RECIPES[name])).logits, name)
+
+
+def test_queries_and_keys_of_kimi_delta_attention_have_length_1(
+    converted: Converted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent, "LENGTH_EPSILON", np.float32(30))  # as much as the squares' sums
+    assert differ(ReferenceEngine(converted("kimi linear", "f16")).run(tokens(RECIPES["kimi linear"])).logits, KDA[0])
+
+
+def test_both_lists_of_layers_of_a_kimi_mean_the_same(tmp_path: Path, converted: Converted) -> None:
+    """Published files number layers from 1, transformers names their kinds. It has other names for some keys, too."""
+    recipe = RECIPES["kimi linear"]
+    linear, kinds = recipe.config["linear_attn_config"], ["linear_attention"] * recipe.layers
+    for number in linear["full_attn_layers"]:
+        kinds[number - 1] = "full_attention"
+    mlp_kinds = ["dense", *["sparse"] * 4]
+    other: dict[str, Any] = {"layer_types": kinds, "mlp_layer_types": mlp_kinds, "linear_num_heads": 4}
+    other |= {"linear_head_dim": 32, "n_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 1}
+    left_out = ("linear_attn_config", "first_k_dense_replace", "num_expert_group", "num_experts_per_token")
+    values = {key: value for key, value in config(recipe).items() if key not in (*left_out, "num_shared_experts")}
+    source = write_checkpoint(tmp_path / "model", recipe)
+    (source / "config.json").write_text(json.dumps(values | other))
+    package = convert(source, tmp_path / "package", quantization="f16")
+    assert package.manifest.model == converted("kimi linear", "f16").manifest.model
 
 
 def test_published_mixtures_beside_a_vision_tower_are_read(tmp_path: Path, converted: Converted) -> None:
@@ -145,6 +210,11 @@ def test_blocks_of_nemotron_become_layers_with_one_part_or_two(converted: Conver
     )
 
 
+def kimi(**changes: Any) -> dict[str, Any]:
+    """The part of a Kimi-Linear's config.json about linear attention, with changes."""
+    return {"linear_attn_config": RECIPES["kimi linear"].config["linear_attn_config"] | changes}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "complaint"),
     [
@@ -160,6 +230,26 @@ def test_blocks_of_nemotron_become_layers_with_one_part_or_two(converted: Conver
         ("nemotron-h", {"use_bias": True}, "use_bias: is true"),
         ("granite hybrid", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
         ("granite hybrid", {"mamba_d_head": 15}, "mamba_d_head"),
+        ("kimi linear", {"linear_attn_config": 3}, r"config\.json: linear_attn_config: expected an object"),
+        ("kimi linear", kimi(num_heads=0), r"config\.json: linear_attn_config\.num_heads: "),
+        ("kimi linear", kimi(head_dim=-1), r"linear_attn_config\.head_dim: "),
+        ("kimi linear", kimi(short_conv_kernel_size=99), r"linear_attn_config\.short_conv_kernel_size: "),
+        ("kimi linear", kimi(kda_layers=[1, 2]), r"linear_attn_config\.kda_layers: does not list each of 5 layers"),
+        ("kimi linear", kimi(kda_layers=[1, 2, 4, 5]), r"linear_attn_config\.kda_layers: does not list"),
+        ("kimi linear", kimi(full_attn_layers=[3, 6]), r"linear_attn_config\.full_attn_layers: .* from 1 to 5"),
+        ("kimi linear", kimi(gate_lower_bound=-5.0), r"linear_attn_config\.gate_lower_bound: is not supported"),
+        ("kimi linear", kimi(use_full_rank_gate=True), r"linear_attn_config\.use_full_rank_gate: is not supported"),
+        ("kimi linear", {"mla_use_nope": False}, r"config\.json: mla_use_nope: is false"),
+        ("kimi linear", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling: heads are not rotated"),
+        ("kimi linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func: 'softmax'"),
+        ("kimi linear", {"num_expert_group": 5}, "num_expert_group: 5 groups of 12 experts"),
+        ("kimi linear", {"num_experts_per_token": 99}, "num_experts_per_token: "),
+        ("kimi linear", {"hidden_act": "relu"}, "hidden_act: "),
+        ("kimi linear", {"moe_layer_freq": 2}, "moe_layer_freq: 2 is not supported"),
+        ("kimi linear", {"attention_bias": True}, "attention_bias: biases"),
+        ("kimi linear groups", {"layer_types": ["kda"] * 4}, "layer_types: "),
+        ("kimi linear groups", {"mlp_layer_types": ["dense"] * 4}, "mlp_layer_types: "),
+        ("kimi linear groups", {"use_grouped_topk": False}, "use_grouped_topk: is false, but there are 4 groups"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_its_key(

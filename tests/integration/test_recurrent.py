@@ -19,7 +19,7 @@ from tests.pipeline import Shell
 
 Converted = Callable[..., Package]
 MAX_TOKENS = 10
-KINDS = ("qwen3.5 moe", "qwen3 next", "lfm2 moe", "nemotron-h moe")
+KINDS = ("qwen3.5 moe", "qwen3 next", "lfm2 moe", "nemotron-h moe", "kimi linear")
 
 
 def greedy(package: Package, prompt: list[int], max_tokens: int = MAX_TOKENS) -> list[int]:
@@ -59,10 +59,11 @@ def test_a_conversation_goes_on_from_the_state_of_its_last_turn(shell: Shell, co
         assert third["token_ids"] == greedy(package, other)
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "kimi linear groups"])
 @pytest.mark.parametrize("role", ["decode", "prefill", "coordinator", "loader"])
-def test_kills_change_no_token(role: str, shell: Shell, converted: Converted) -> None:
-    package = converted("qwen3.5", "f16")
-    prompts = [tokens(RECIPES["qwen3.5"], length) for length in (40, 25, 33)]
+def test_kills_change_no_token(role: str, name: str, shell: Shell, converted: Converted) -> None:
+    package = converted(name, "f16")
+    prompts = [tokens(RECIPES[name], length) for length in (40, 25, 33)]
     with shell.up(package.path, "--workers", "2", "--sequences", "3") as run:
         expected = [run.ask(one, 60)["token_ids"] for one in prompts]
         generator = random.Random(role)

@@ -103,6 +103,7 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
         "Cohere2Config",
         "GPTNeoXConfig",
         "Starcoder2Config",
+        "KimiLinearConfig",
     ],
 )
 def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:

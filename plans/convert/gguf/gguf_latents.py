@@ -38,12 +38,12 @@ def gguf_latents(metadata: Record, name: str) -> dict[str, Any]:
     }
 
 
-def latent_names(names: TensorNames, inventory: Inventory, *, query_rank: int) -> TensorNames:
-    """Return the names of tensors in a model with latents."""
+def latent_names(names: TensorNames, inventory: Inventory, *, query_rank: int, block: int = 0) -> TensorNames:
+    """Return the names of tensors in a model with latents. block: the number of a layer that has them, in the file"""
     names = replace(names, latent_down="attn_kv_a_mqa", latent_norm="attn_kv_a_norm")
     if query_rank:
         names = replace(names, query="attn_q_b", query_down="attn_q_a", query_down_norm="attn_q_a_norm")
-    if inventory.has(f"blk.0.{JOINT}.weight"):
+    if inventory.has(f"blk.{block}.{JOINT}.weight"):
         return replace(names, latent_up=JOINT)
     return replace(names, turned_key_up="attn_k_b", value_up="attn_v_b")
 

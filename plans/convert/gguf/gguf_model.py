@@ -312,7 +312,7 @@ def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArc
     """Return the order of the rows of queries and keys; empty if they are stored as the engine rotates them."""
     heads = {"query": model.query_heads, "key": model.key_heads}
     if model.latent_width:
-        return latent_orders(model)
+        return latent_orders(model) if architecture.rotated else {}
     if architecture.interleaved:
         return {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
     if architecture.partial_rotary and (rotated := rotated_width(metadata, name, model)) < model.head_width:

@@ -68,7 +68,9 @@ def tensor_names(
     if any(inventory.has(f"blk.{layer}.{JOINT_GATE_UP}.weight") for layer in range(model.layers)):
         names = replace(names, gate_up=JOINT_GATE_UP)
     if model.latent_width:
-        return latent_names(names, inventory, query_rank=model.query_rank)
+        block = 0 if layers is None else layers.attention_block
+        names = latent_names(names, inventory, query_rank=model.query_rank, block=block)
+        return names if layers is None else layers.names(names, architecture, inventory)
     if architecture.gemma4_layers:
         return gemma4_names(names)
     if layers is not None:

@@ -2,7 +2,7 @@
 
 llama.cpp's converter stores decays, not their logarithms, and norms with their 1. In Qwen3.5 it puts the first head of
 every key head before the second ones, in Qwen3-Next a key head's heads stay together. Files of Nemotron-H number blocks
-of one part, a mixer or a feed-forward.
+of one part, a mixer or a feed-forward. In Kimi-Linear's, memories have the number of attention's heads.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from neuronpipe.plans.models.recurrent_tensors import (
     convolution_tensors,
     deltanet_tensors,
     joined_deltanet_tensors,
+    kda_tensors,
     mamba_tensors,
 )
 from neuronpipe.plans.models.spec import MAX, MAX_CONVOLUTION, LayerKind, ModelSpec, runs_of
@@ -84,6 +85,8 @@ class GgufLayers:
                 return _renamed(convolution_tensors(model, "shortconv"), "shortconv.conv")
             if rules.recurrent == "mamba2":
                 return _mamba(model)
+            if rules.recurrent == "kda":
+                return _kda(model)
             block = f"blk.{self.places[layer][0]}"
             return _deltanet(
                 model,
@@ -184,6 +187,16 @@ def _sizes(metadata: Record, name: str, mixer: Mixer) -> dict[str, Any]:
     def integer(key: str, maximum: int) -> int:
         return metadata.integer(f"{name}.{key}", 1, maximum)
 
+    if mixer == "kda":
+        heads, width = integer("attention.head_count", MAX.query_heads), integer("kda.head_dim", MAX.head_width)
+        return {
+            "state_heads": heads,
+            "state_key_heads": heads,
+            "state_key_width": width,
+            "state_value_width": width,
+            "state_rank": width,
+            "convolution_tokens": integer("ssm.conv_kernel", MAX_CONVOLUTION),
+        }
     if mixer not in WITH_MEMORY:
         return {"convolution_tokens": integer("shortconv.l_cache", MAX_CONVOLUTION)}
     heads, groups = integer("ssm.time_step_rank", MAX.query_heads), integer("ssm.group_count", MAX.query_heads)
@@ -220,12 +233,12 @@ def _with_one_number(metadata: Record, *fields: str) -> Record:
     return metadata
 
 
-def _renamed(tensors: RecurrentTensors, convolution: str, *names: str) -> RecurrentTensors:
+def _renamed(tensors: RecurrentTensors, convolution: str | tuple[str, ...], *names: str) -> RecurrentTensors:
     """Return tensors with other names: of the convolution, and of the parts of the input."""
     parts = zip(tensors.input, names or [part.name for part in tensors.input], strict=True)
     return tensors._replace(
         input=tuple(part._replace(name=part_name) for part, part_name in parts),
-        convolution=convolution,
+        convolution=(convolution,) if isinstance(convolution, str) else convolution,
         decay="ssm_a",
         decay_is_logarithm=False,
         time_bias="ssm_dt.bias",
@@ -238,6 +251,15 @@ def _mamba(model: ModelSpec) -> RecurrentTensors:
     tensors = _renamed(mamba_tensors(model, ""), "ssm_conv1d", "ssm_in")
     (rates,) = tensors.rates
     return tensors._replace(rates=(rates._replace(name="ssm_in"),), output="ssm_out")
+
+
+def _kda(model: ModelSpec) -> RecurrentTensors:
+    convolutions = tuple(f"ssm_conv1d_{part}" for part in "qkv")
+    tensors = _renamed(kda_tensors(model, ""), convolutions, "attn_q", "attn_k", "attn_v", "ssm_f_a", "ssm_g_a")
+    (rates,) = tensors.rates
+    return tensors._replace(
+        rates=(rates._replace(name="ssm_beta"),), output="attn_output", decays="ssm_f_b", gates="ssm_g_b"
+    )
 
 
 def _deltanet(model: ModelSpec, *, tiled: bool, is_joined: bool, has_joined_rates: bool) -> RecurrentTensors:

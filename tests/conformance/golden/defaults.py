@@ -20,6 +20,8 @@ def defaults(owner: type) -> dict[str, object]:
     plain = {name: value for name, value in values.items() if isinstance(value, str | int | float | None)}
     theta = owner.default_theta
     local = {"rope_local_base_freq": theta["local"]} if isinstance(theta, dict) else {}
+    # Fields that the class knows by another name, which its files have.
+    plain |= {name: plain[field] for field, name in owner.attribute_map.items() if field in plain}
     table = {**plain, "rope_theta": theta["global"] if local else theta, **local}
     rope = owner().rope_parameters or {} if "rope_parameters" in values else {}
     share = rope.get("partial_rotary_factor")  # some classes set it in __post_init__
@@ -67,6 +69,7 @@ def main() -> None:
         transformers.Cohere2Config,
         transformers.GPTNeoXConfig,
         transformers.Starcoder2Config,
+        transformers.KimiLinearConfig,
     )
     table = {"transformers": transformers.__version__, **{owner.__name__: defaults(owner) for owner in owners}}
     Path(__file__).with_name("defaults.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
