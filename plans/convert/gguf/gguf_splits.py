@@ -54,18 +54,21 @@ def _words(digits: str, marks: str = "") -> str:
     )
 
 
-def _words_by_case(digits: str, contraction: str = "") -> str:
+def _words_by_case(digits: str, contraction: str = "", but: str = "", line_ends: str = r"\r\n/") -> str:
     """Return the pattern of GPT-4o, gpt-oss and Mistral: capitals before small letters.
 
     digits: pattern of the digits that stay together
     contraction: pattern of what may follow a word
+    but: what words do not contain
+    line_ends: characters that stay with the punctuation before
     """
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    upper, lower = (rf"[{case}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]" for case in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
     before = r"[^\r\n\p{L}\p{N}]?"
     words = f"{before}{upper}*{lower}+{contraction}|{before}{upper}+{lower}*{contraction}"
-    return f"{words}|{digits}" + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return f"{words}|{digits}" + rf"| ?[^\s\p{{L}}\p{{N}}]+[{line_ends}]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 SPLITS = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS)),
@@ -76,8 +79,12 @@ SPLITS = {
     "bailingmoe": Split((_BAILING,)),
     "bailingmoe2": Split((_BAILING,)),
     "qwen35": Split((_words(r"\p{N}", marks=r"\p{M}"),), composed=True),
-    "gpt-4o": Split((_words_by_case(r"\p{N}{1,3}", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),), whole_words=True),
+    "gpt-4o": Split((_words_by_case(r"\p{N}{1,3}", _CONTRACTION),), whole_words=True),
     "tekken": Split((_words_by_case(r"\p{N}"),), whole_words=True, starts=True),
+    # Of tokenization_kimi.py, since llama.cpp computes this split without a pattern.
+    "kimi-k2": Split(
+        (r"\p{Han}+|" + _words_by_case(r"\p{N}{1,3}", _CONTRACTION, r"&&[^\p{Han}]", r"\r\n"),), whole_words=True
+    ),
     "command-r": Split(_EACH_DIGIT, composed=True),
     "smollm": Split(_EACH_DIGIT),
     "starcoder": Split(_EACH_DIGIT),
