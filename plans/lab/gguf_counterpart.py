@@ -332,7 +332,7 @@ def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
             writer.add_expert_feed_forward_length(model.neurons)
             if architecture(model) not in ("gpt-oss", "gemma4", "phimoe"):
                 writer.add_expert_gating_func(GATING[model.router])
-        if architecture(model) in ("glm4moe", "nemotron_h_moe", "deepseek2"):
+        if architecture(model) in ("glm4moe", "nemotron_h_moe", "deepseek2", "kimi-linear"):
             writer.add_leading_dense_block_count(sum(model.dense_layers))
             writer.add_expert_shared_count(model.shared_experts)
             writer.add_expert_weights_scale(model.routed_scale)

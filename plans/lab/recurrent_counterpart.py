@@ -10,6 +10,7 @@ from neuronpipe.plans.lab.counterpart_weights import Tensor
 from neuronpipe.plans.models.spec import ModelSpec
 
 ARCHITECTURES = {"deltanet": ("qwen35", "qwen35moe"), "convolution": ("lfm2", "lfm2moe")}
+KIMI_LINEAR = "kimi-linear"
 ONE_PART = ("nemotron_h", "nemotron_h_moe")
 """Architectures whose layers in a file are a mixer or a feed-forward."""
 
@@ -23,6 +24,8 @@ def recurrent_architecture(model: ModelSpec) -> str | None:
     is_mixture = model.experts > 1
     if "mamba2" in model.mixers:
         return GRANITE if model.gated else ONE_PART[is_mixture]
+    if "kda" in model.mixers:
+        return KIMI_LINEAR
     return next((names[is_mixture] for mixer, names in ARCHITECTURES.items() if mixer in model.mixers), None)
 
 
@@ -44,6 +47,9 @@ def recurrent_tensors(model: ModelSpec, layer: int, place: str, usual: str) -> I
         yield matrix("shortconv.in_proj", model.recurrent_rows(layer), width)
         yield plain("shortconv.conv.weight", channels, model.convolution_tokens)
         yield matrix("shortconv.out_proj", width, width)
+        return
+    if model.mixers[layer] == "kda":
+        yield from _kda_tensors(model, layer, place, usual)
         return
     is_mamba = model.mixers[layer] == "mamba2"
     if is_mamba:
@@ -67,6 +73,21 @@ def recurrent_tensors(model: ModelSpec, layer: int, place: str, usual: str) -> I
     yield matrix("ssm_out", width, values)
 
 
+def _kda_tensors(model: ModelSpec, layer: int, place: str, usual: str) -> Iterator[Tensor]:
+    keys, values, rank = model.state_keys_width, model.state_values_width, model.state_rank
+    for part, rows in (("q", keys), ("k", keys), ("v", values)):
+        yield Tensor(f"{place}.attn_{part}.weight", rows, model.width, usual)
+        yield Tensor(f"{place}.ssm_conv1d_{part}.weight", 1, model.convolution_tokens, "F32", stacked=rows)
+    for part, rows in (("f", model.decays_width(layer)), ("g", values)):
+        yield Tensor(f"{place}.ssm_{part}_a.weight", rank, model.width, usual)
+        yield Tensor(f"{place}.ssm_{part}_b.weight", rows, rank, usual)
+    yield Tensor(f"{place}.ssm_beta.weight", model.state_heads, model.width, usual)
+    yield Tensor(f"{place}.ssm_a", model.state_heads, 1, "F32", constant=DECAY)
+    yield Tensor(f"{place}.ssm_dt.bias", 0, model.decays_width(layer), "F32", constant=TIME_BIAS)
+    yield Tensor(f"{place}.ssm_norm.weight", 0, model.state_value_width, "F32", constant=1.0)
+    yield Tensor(f"{place}.attn_output.weight", model.width, values, usual)
+
+
 def recurrent_keys(model: ModelSpec) -> dict[str, Any]:
     """Return the keys that describe recurrent layers, after the architecture's name; nothing if there are none."""
     name = recurrent_architecture(model)
@@ -74,6 +95,12 @@ def recurrent_keys(model: ModelSpec) -> dict[str, Any]:
         return {}
     if "convolution" in model.mixers:
         return {"shortconv.l_cache": model.convolution_tokens, "attention.head_count_kv": _key_heads(model, name)}
+    if name == KIMI_LINEAR:
+        return {
+            "ssm.conv_kernel": model.convolution_tokens,
+            "kda.head_dim": model.state_key_width,
+            "attention.head_count_kv": _key_heads(model, name),
+        }
     sizes = {
         "ssm.conv_kernel": model.convolution_tokens,
         "ssm.state_size": model.state_key_width,

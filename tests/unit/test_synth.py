@@ -137,10 +137,14 @@ def test_a_mixture_walks_too_and_its_experts_are_all_of_use(tmp_path: Path) -> N
     assert all(layer.recall > 0.9 for layer in manifest.predictor.by_layer)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-moe-100m", "lfm2-8b-a1b", "nemotron-3-100m", "granite-4-h-100m"])
+@pytest.mark.parametrize(
+    "name", ["qwen3.5-moe-100m", "lfm2-8b-a1b", "nemotron-3-100m", "granite-4-h-100m", "kimi-linear-100m"]
+)
 def test_recurrent_layers_walk_too(name: str, tmp_path: Path) -> None:
     """Memories decay, and outputs of convolutions are as large as their inputs."""
     small: dict[str, Any] = {"width": 512, "neurons": 256, "experts": 16, "query_heads": 8, "key_heads": 2}
+    if SHAPES[name].latent_width:
+        small |= {"key_heads": 1, "layer_kinds": SHAPES[name].layer_kinds[:3]}
     package = synthesize(name, replace(four_layers(SHAPES[name]), **small), tmp_path / "package")
     assert ReferenceEngine(package).run(range(60)).logits.argmax(axis=1).tolist() == list(range(1, 61))
     weights, model = PackageWeights(package), package.manifest.model

@@ -44,6 +44,8 @@ class RecurrentMaker:
         if model.rates(layer):
             matrices["recurrent_rates"] = self._input(model.rates(layer), normed, random, RATE_DEVIATION)
         vectors = {name: self._vector(name, layer, random) for name in recurrent_vectors(model, layer)}
+        if model.mixers[layer] == "kda":
+            self._raise(matrices, layer, normed, random)
 
         def read(name: str, inputs: Array) -> Array:
             return product("q4", matrices[name], inputs) if name in matrices else inputs
@@ -53,6 +55,16 @@ class RecurrentMaker:
         mixed = np.concatenate(list(self._pool.map(mixer.mix, parts)))
         output, change = output_rows(model, self._places.attention, mixed, random)
         return Mixer(matrices | {"recurrent_output": output}, vectors, change)
+
+    def _raise(self, matrices: dict[str, Rows], layer: int, normed: Array, random: np.random.Generator) -> None:
+        """Add the matrices of decays and gate of Kimi delta attention, which read products with the input."""
+        model, columns = self._model, slice(0, self._model.state_rank)
+        products = product("q4", matrices["recurrent_input"], normed)[:, model.channels(layer) :]
+        inputs = dict(zip(("recurrent_decays", "recurrent_gates"), np.split(products, 2, axis=1), strict=True))
+        rows = {"recurrent_decays": model.decays_width(layer), "recurrent_gates": model.gate_width(layer)}
+        for name, deviation in (("recurrent_decays", RATE_DEVIATION), ("recurrent_gates", 1.0)):
+            deviations = np.full(rows[name], deviation)
+            matrices[name] = codes.reading_rows(np.ascontiguousarray(inputs[name]), columns, deviations, random)
 
     def _input(self, rows: int, normed: Array, random: np.random.Generator, deviation: float) -> Rows:
         return codes.reading_rows(normed, self._places.state, np.full(rows, deviation), random)

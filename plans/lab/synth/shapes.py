@@ -107,6 +107,10 @@ _GLM_FLASH: dict[str, Any] = {
     "norm_epsilon": 1e-5, "router": "sigmoid", "choosing_bias": True, "routed_scale": 1.8, **_LATENTS,
 }  # fmt: skip
 _DEEPSEEK_V2: dict[str, Any] = {"norm_epsilon": 1e-6, "normalized_shares": False, **_LATENTS}
+_KIMI_LINEAR: dict[str, Any] = {
+    "family": "kimi_linear", "activation": "silu", "norm_epsilon": 1e-5, "router": "sigmoid", "choosing_bias": True,
+    "routed_scale": 2.446, "convolution_tokens": 4, "shared_experts": 1,
+}  # fmt: skip
 _PHI: dict[str, Any] = {
     "family": "phi", "activation": "silu", "norm_epsilon": 1e-5, "norm": "layer", "router": "sparsemixer",
     "router_jitter": 0.01, "qkv_bias": True, "output_bias": True, "logit_bias": True,
@@ -133,6 +137,18 @@ def _layers_of_nemotron3(blocks: str) -> tuple[LayerKind, ...]:
         mixers=mixers,
         feed_forward=[layer.endswith("e") for layer in layers],
     )
+
+
+def _layers_of_kimi(layers: int, dense: int) -> tuple[LayerKind, ...]:
+    """Return layers of which each fourth one and the last one have attention without positions.
+
+    dense: number of experts in the first layer, which has no router
+    """
+    mixers: list[Mixer] = [
+        "attention" if layer % 4 == 0 or layer == layers else "kda" for layer in range(1, layers + 1)
+    ]
+    dense_experts = [dense, *[0] * (layers - 1)]
+    return runs_of([0] * layers, [mixer == "kda" for mixer in mixers], dense_experts, mixers=mixers)
 
 
 def _layers_of_granite4(layers: int, attention: tuple[int, ...]) -> tuple[LayerKind, ...]:
@@ -225,6 +241,16 @@ SHAPES = {
         512, 64, 27, (8, 1, 96), 8000, 8192, (32, 4), shared_experts=2,
         layer_kinds=(LayerKind(1, dense_experts=8), LayerKind(26)), latent_width=128, rotary_width=32, value_width=64,
         **_DEEPSEEK_V2,
+    ),
+    "kimi-linear-48b-a3b": _shape(
+        2304, 1024, 27, (32, 1, 192), 163840, 1048576, (256, 8), layer_kinds=_layers_of_kimi(27, dense=9),
+        latent_width=512, rotary_width=64, value_width=128, state_heads=32, state_key_heads=32, state_key_width=128,
+        state_value_width=128, state_rank=128, **_KIMI_LINEAR,
+    ),
+    "kimi-linear-100m": _shape(
+        512, 128, 12, (8, 1, 96), 8000, 8192, (32, 4), layer_kinds=_layers_of_kimi(12, dense=4), latent_width=128,
+        rotary_width=32, value_width=64, state_heads=8, state_key_heads=8, state_key_width=64, state_value_width=64,
+        state_rank=64, **_KIMI_LINEAR,
     ),
     # Its rotary positions have another table beyond 4,096 tokens, so that a package has that context by default.
     "phi-3.5-moe": _shape(4096, 6400, 32, (32, 8, 128), 32064, 4096, (16, 2), **_PHI),
