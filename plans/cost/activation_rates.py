@@ -1,9 +1,9 @@
 """Activation rates of neurons, and miss rates of a cache: measured for the package, or else assumed.
 
 A package with an activity profile has a curve of its own: the share of activations that the hottest neurons make.
-Otherwise the curve is that of a 7B dReLU model over a million tokens (Bamboo-7B, mean over 32 layers, read off the
-figure that its authors published). It is no power law: some neurons are nearly always active, and the rest has a slow
-tail.
+Otherwise the curve is that of a 7B dReLU model over a million tokens (Bamboo-7B, the neurons of its 32 layers together,
+read off the figure that its authors published). It is no power law: some neurons are nearly always active, and the rest
+has a slow tail.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from statistics import NormalDist
 
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.cluster_ranking import Ranking
-from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.cost.expert_misses import assumed_expert_misses
 from neuronpipe.plans.package.activity_profile import ActivityProfile, Points, Unit, interpolated
 from neuronpipe.plans.package.manifest import Manifest, Predictor
 from neuronpipe.plans.plan.document import Mode
@@ -23,48 +24,30 @@ from neuronpipe.protocol.frozen import frozen
 # (share of a layer's neurons, hottest first; share of the layer's activations that they make)
 HOTTEST: Points = (
     (0.0, 0.0),
-    (0.01, 0.061),
-    (0.02, 0.120),
-    (0.05, 0.280),
-    (0.10, 0.466),
-    (0.20, 0.608),
-    (0.30, 0.699),
-    (0.43, 0.791),
-    (0.50, 0.832),
-    (0.70, 0.925),
+    (0.005, 0.034),
+    (0.01, 0.068),
+    (0.02, 0.135),
+    (0.03, 0.2),
+    (0.05, 0.311),
+    (0.07, 0.388),
+    (0.10, 0.467),
+    (0.15, 0.555),
+    (0.20, 0.618),
+    (0.30, 0.713),
+    (0.43, 0.804),
+    (0.50, 0.843),
+    (0.60, 0.891),
+    (0.70, 0.931),
+    (0.85, 0.976),
     (1.0, 1.0),
 )
+# Share of this model's neurons that fire: the steepest slope of a layer's curve is 6.78, of neurons that always fire.
+HOTTEST_ACTIVITY = 0.1475
+MIN_RATE, MAX_RATE = 1e-4, 0.9995  # of a neuron whose threshold is moved
+MAX_MOVED, BISECTIONS = 6.0, 50  # of thresholds, in standard deviations
 # Assumed miss rates of CLOCK by resident share, for packages without a profile. This curve is for bundles of a dense
 # model, by simulation (plans/lab/simulate).
 ASSUMED_MISSES: Points = ((0.0, 1.0), (0.1, 0.45), (0.25, 0.125), (0.5, 0.04), (0.75, 0.014), (1.0, 0.0))
-# Assumed miss rates of whole experts, by resident experts over the experts of one token, from 1 to 2. Below 1 all miss.
-# Beyond 2, the last rate is multiplied by a factor, by the share of the other experts that is resident too. The factors
-# are by CLOCK on the recorded routes of Qwen3-30B-A3B and Gemma-4-26B-A4B (156 tokens each, 6 of 128 experts), with a
-# line to 0 for their last points, which are 3 % of first uses. The rates are the means of these routes (0.75 to 0.53)
-# and of the routers of four synthetic shapes (0.6 to 0.36), which have up to 4 of 32 experts.
-ASSUMED_EXPERT_MISSES: Points = ((1.0, 0.68), (1.2, 0.63), (1.5, 0.58), (2.0, 0.45))
-ASSUMED_EXPERT_MISSES_LEFT: Points = (
-    (0.0, 1.0),
-    (0.05, 0.86),
-    (0.1, 0.67),
-    (0.15, 0.51),
-    (0.2, 0.375),
-    (0.3, 0.195),
-    (0.4, 0.107),
-    (0.5, 0.079),
-    (1.0, 0.0),
-)
-# Assumed miss rates of the experts that are not hot, in a family with hot experts, by the share of them that is
-# resident besides all hot ones. SmallThinker-4B and -21B, simulated (plans/lab/simulate).
-ASSUMED_COLD_EXPERT_MISSES: Points = (
-    (0.0, 1.0),
-    (0.07, 0.91),
-    (0.13, 0.73),
-    (0.25, 0.49),
-    (0.45, 0.3),
-    (0.62, 0.19),
-    (1.0, 0.0),
-)
 # Assumed miss rates of bundles of experts, by resident share: by a run at 15 and 30 %, else by simulation. At 55 % the
 # simulated rate is reduced by a quarter, since a 2B missed that much less in runs.
 ASSUMED_ROUTED_MISSES: Points = (
@@ -83,35 +66,12 @@ ASSUMED_PREDICTED = 1.3  # predicted neurons per active neuron, if the predictor
 UP_POSITIVE = 0.8  # dReLU: share of the neurons with an active gate whose Up is positive, too
 
 
-@frozen
-class HotExperts:
-    """Experts that a family's routers choose far more often than others, as published.
-
-    share: share of a layer's experts that are hot
-    frequency: share of all tokens that choose each of them
-    """
-
-    share: float = 0.0
-    frequency: float = 0.0
-
-    def count(self, experts: int) -> int:
-        """Return the number of hot experts among a layer's `experts`."""
-        return round(self.share * experts)
-
-
-_HOT_EXPERTS = {"smallthinker": HotExperts(share=0.2, frequency=0.4)}
-
-
-def hot_experts_of(family: str) -> HotExperts:
-    """Return the hot experts of a family's models; share 0 where all are chosen about equally often."""
-    return _HOT_EXPERTS.get(family, HotExperts())
-
-
 @frozen(kw_only=True)
 class ActivationRates:
     """Shares of the neurons of a chosen feed-forward whose rows a token reads: means over layers and tokens."""
 
     chosen: float  # share of all experts that compute a token; 1 in a dense model
+    always: float = 0.0  # share of all experts that compute every token; part of `chosen`
     trigger_read: float  # the trigger row is read: that of Gate, or of Up where there is no gate
     value_read: float  # the value part is read, because the trigger is active
     down_read: float  # the Down row is read, because the whole neuron is active (dReLU: Gate and Up)
@@ -126,15 +86,17 @@ class ActivationRates:
             return share
         return interpolated(self.curve, share)
 
-    def clusters_within(self, share: float, read: float, neurons: int) -> float:
-        """Return the share of a token's cluster accesses that go to the first `share` of the clusters.
+    def clusters_within(self, share: float, read: float, neurons: int, tokens: int = 1) -> float:
+        """Return the share of a step's cluster accesses that go to the first `share` of the clusters.
 
-        read: share of all neurons that the token reads
+        read: share of all neurons that each token reads
         neurons: neurons of a cluster
+        tokens: tokens of the step, which choose independently
         """
         if not self.by_frequency:
             return share
-        stretches = _clusters_along_curve(self.curve, read, neurons)
+        of_one = _clusters_along_curve(self.curve, read, neurons)
+        stretches = [(x0, x1, 1 - (1 - self.chosen * accessed) ** tokens) for x0, x1, accessed in of_one]
         within = sum((min(x1, share) - x0) * accessed for x0, x1, accessed in stretches if x0 < share)
         all_accessed = sum((x1 - x0) * accessed for x0, x1, accessed in stretches)
         return within / all_accessed if all_accessed else share
@@ -168,6 +130,11 @@ class ActivationRates:
             for (x0, y0), (x1, y1) in itertools.pairwise(self.curve)
         )
 
+    @property
+    def routed(self) -> float:
+        """The share of the other experts that a token chooses."""
+        return (self.chosen - self.always) / (1 - self.always) if self.always < 1.0 else 0.0
+
     def neurons_active_in(self, token_share: float) -> float:
         """Return the share of the neurons that are active in at least this share of the tokens.
 
@@ -181,6 +148,32 @@ class ActivationRates:
             if self.chosen * self.down_read * (y1 - y0) / (x1 - x0) >= token_share
         )
         return max(hot, default=0.0)
+
+
+@functools.lru_cache(maxsize=64)
+def assumed_curve(activity: float) -> Points:
+    """Return the curve of a model without a profile, of whose neurons this share fires.
+
+    A neuron fires where a value exceeds a threshold. Where fewer fire, all thresholds are taken to be higher by the
+    same number of standard deviations, as in generated workloads: neurons that nearly always fire still do, and rare
+    ones become rarer. Equal factors for all would have the hottest ones fire less, and several sequences access more.
+    """
+    if not 0.0 < activity < 1.0:
+        return HOTTEST
+    normal = NormalDist()
+    points = [
+        (x1 - x0, normal.inv_cdf(min(MAX_RATE, max(MIN_RATE, HOTTEST_ACTIVITY * (y1 - y0) / (x1 - x0)))))
+        for (x0, y0), (x1, y1) in itertools.pairwise(HOTTEST)
+    ]
+    low, high = -MAX_MOVED, MAX_MOVED
+    for _ in range(BISECTIONS):
+        moved = (low + high) / 2
+        mean = sum(share * normal.cdf(point + moved) for share, point in points)
+        low, high = (moved, high) if mean < activity else (low, moved)
+    firing = [share * normal.cdf(point + low) for share, point in points]
+    within = itertools.accumulate(firing, initial=0.0)
+    *curve, _ = ((x, total / sum(firing)) for (x, _), total in zip(HOTTEST, within, strict=True))
+    return (*curve, (1.0, 1.0))
 
 
 # A search calls this thousands of times with the same few shares.
@@ -267,43 +260,6 @@ def profile_for(manifest: Manifest, mode: Mode) -> ActivityProfile | None:
     return exact if exact is not None and exact.source != "counted" else None
 
 
-def assumed_expert_misses(model: ModelSpec, resident_share: float) -> float:
-    """Return the assumed miss rate of whole experts, by the share of all experts that is resident.
-
-    If memory has room for all hot experts and the other experts of one token, hot experts never miss, and the others
-    compete for the remaining memory. With less memory, down to room for one token's experts, the rate is interpolated.
-    Experts that compute every token never miss, and the others compete for the remaining memory.
-    """
-    all_chosen, always = model.active_ffns / model.ffns, model.always_active_ffns / model.ffns
-    if resident_share < all_chosen:
-        return 1.0
-    if resident_share >= 1.0 or model.experts == 1:
-        return 0.0
-    routed_share = (resident_share - always) / (1 - always)
-    return (1 - always / all_chosen) * _assumed_routed_misses(model, routed_share)
-
-
-def _assumed_routed_misses(model: ModelSpec, resident_share: float) -> float:
-    """Return the assumed miss rate of the experts that routers choose, by the share of these that is resident."""
-    chosen = model.experts_per_token / model.experts
-    if resident_share < chosen:
-        return 1.0
-    (_, repeated), *_, (twice, left) = ASSUMED_EXPERT_MISSES
-    hot = hot_experts_of(model.family)
-    hot_share = hot.count(model.experts) / model.experts
-    if hot_share:
-        others = chosen - hot_share * hot.frequency  # experts of a token that are not hot, of all experts
-        all_hot = max(chosen, hot_share + others)
-        cold_share = (max(resident_share, all_hot) - hot_share) / (1 - hot_share)
-        rate = others / chosen * interpolated(ASSUMED_COLD_EXPERT_MISSES, cold_share)
-        return rate + (repeated - rate) * max(0.0, all_hot - resident_share) / max(all_hot - chosen, 1e-9)
-    times = resident_share / chosen
-    rate = interpolated(ASSUMED_EXPERT_MISSES, min(times, twice))
-    if times > twice:
-        rate = left * interpolated(ASSUMED_EXPERT_MISSES_LEFT, (resident_share - twice * chosen) / (1 - twice * chosen))
-    return min(rate, repeated * (1 - resident_share) / (1 - chosen))
-
-
 def ranking(
     manifest: Manifest, mode: Mode, frequencies: AccessFrequencies | None, batch: int, *, whole_experts: bool = False
 ) -> Ranking | None:
@@ -346,11 +302,14 @@ def rates(manifest: Manifest, mode: Mode, frequencies: AccessFrequencies | None 
     profile = profile_for(manifest, mode)
     return ActivationRates(
         chosen=model.active_ffns / model.ffns,
+        always=model.always_active_ffns / model.ffns if model.experts > 1 else 0.0,
         trigger_read=triggers,
         value_read=trigger_fired,
         down_read=fired,
         by_frequency=manifest.layout.neuron_order == "frequency",
-        curve=HOTTEST if profile is None else profile.curve,
+        curve=assumed_curve(triggers if triggers < 1.0 else trigger_fired)
+        if profile is None or profile.source == "counted"
+        else profile.curve,
         frequencies=frequencies,
     )
 

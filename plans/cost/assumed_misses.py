@@ -16,8 +16,8 @@ from neuronpipe.plans.cost.activation_rates import (
     ASSUMED_FIRED,
     ASSUMED_PREDICTED,
     ASSUMED_ROUTED_MISSES,
-    HOTTEST,
     ActivationRates,
+    assumed_curve,
     touched_share,
 )
 from neuronpipe.plans.cost.cluster_ranking import Bins, Ranking
@@ -33,7 +33,7 @@ class MeasuredModel:
 
     neurons: neurons of a cluster
     chosen: share of a layer's experts that a token chooses
-    misses: miss rate by the share of all clusters that is resident
+    misses: miss rate by the share of all clusters that is resident; with less than the first share it is computed
     """
 
     neurons: int
@@ -44,8 +44,6 @@ class MeasuredModel:
 # A 1B, of whose clusters a token accesses a fifth. With 50 and 75 % resident by runs (5.6 and 1.4 %), with 30 and 55 %
 # by simulating CLOCK on recorded accesses (tests/bench/results, cache policies), below on generated accesses.
 DENSE_MISSES: Points = (
-    (0.0, 1.0),
-    (0.2, 1.0),
     (0.22, 0.27),
     (0.27, 0.2),
     (0.3, 0.153),
@@ -57,8 +55,6 @@ DENSE_MISSES: Points = (
 # A 7B, of whose clusters a token accesses an eighth, by simulating CLOCK on generated accesses. Published are 5 % with
 # half resident.
 DENSE_NEURONS_MISSES: Points = (
-    (0.0, 1.0),
-    (0.127, 1.0),
     (0.14, 0.266),
     (0.17, 0.222),
     (0.2, 0.159),
@@ -71,12 +67,10 @@ DENSE_NEURONS_MISSES: Points = (
 )
 DENSE = (MeasuredModel(1, 1.0, DENSE_NEURONS_MISSES), MeasuredModel(2, 1.0, DENSE_MISSES))
 # A 47B, by a run. A 2B, of whose clusters a token accesses a twelfth, by runs of `bench` with 15, 30, 45 and 60 %
-# resident; half of the reserved slots are subtracted.
+# resident, less the reserved slots.
 ROUTED = (
-    MeasuredModel(1, 0.25, ASSUMED_ROUTED_MISSES),
-    MeasuredModel(
-        4, 0.25, ((0.0, 1.0), (0.083, 1.0), (0.148, 0.666), (0.295, 0.263), (0.443, 0.132), (0.59, 0.066), (1.0, 0.0))
-    ),
+    MeasuredModel(1, 0.25, ASSUMED_ROUTED_MISSES[2:]),
+    MeasuredModel(4, 0.25, ((0.146, 0.666), (0.29, 0.263), (0.436, 0.132), (0.58, 0.066), (1.0, 0.0))),
 )
 
 
@@ -90,7 +84,7 @@ def assumed_miss_rate(
     resident_share: share of all clusters that is in memory
     pinned_share: share of all clusters that is pinned; these are the hottest
     """
-    ranking = _ranking(rates.rates_along_curve(read), neurons, rates.chosen)
+    ranking = _ranking(rates.rates_along_curve(read), neurons, rates.routed, rates.always)
     return ranking.miss_rate(round(resident_share * ranking.clusters), round(pinned_share * ranking.clusters))
 
 
@@ -113,18 +107,22 @@ def assumed_accesses(
 
     Other parameters are as in `assumed_miss_rate`.
     """
-    ranking = _ranking(rates.rates_along_curve(read), neurons, rates.chosen, tokens)
+    ranking = _ranking(rates.rates_along_curve(read), neurons, rates.routed, rates.always, tokens)
     rate = ranking.miss_rate(round(resident_share * ranking.clusters), round(pinned_share * ranking.clusters))
     return SharedAccesses(ranking.accesses / ranking.clusters, rate)
 
 
 @functools.lru_cache(maxsize=64)
 def _ranking(
-    stretches: tuple[tuple[float, float, float], ...], neurons: int, chosen: float, tokens: int = 1
+    stretches: tuple[tuple[float, float, float], ...], neurons: int, routed: float, always: float, tokens: int = 1
 ) -> Ranking:
-    reference = _reference(neurons, mixture=chosen < 1.0)
-    bins = [(1 - (1 - each) ** tokens, count) for each, count in _bins(stretches, neurons, chosen)]
-    return Ranking([bins], reference)
+    """Return the ranking of the experts that routers choose, `routed` of them for a token, and of those that compute
+    every token, which are this share of all."""
+    reference = _reference(neurons, mixture=routed < 1.0)
+    of_routers, of_all = _bins(stretches, neurons, routed, 1 - always), _bins(stretches, neurons, 1.0, always)
+    return Ranking(
+        [[(1 - (1 - each) ** tokens, count) for each, count in bins] for bins in (of_all, of_routers)], reference
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -133,15 +131,24 @@ def _reference(neurons: int, *, mixture: bool) -> Ranking:
     measured = min(ROUTED if mixture else DENSE, key=lambda model: abs(math.log(model.neurons / neurons)))
     read = ASSUMED_PREDICTED * ASSUMED_FIRED
     rates = ActivationRates(
-        chosen=measured.chosen, trigger_read=read, value_read=read, down_read=read, by_frequency=True, curve=HOTTEST
+        chosen=measured.chosen,
+        trigger_read=read,
+        value_read=read,
+        down_read=read,
+        by_frequency=True,
+        curve=assumed_curve(read),
     )
-    bins = _bins(rates.rates_along_curve(read), measured.neurons, measured.chosen)
-    return Ranking([bins], lambda share: interpolated(measured.misses, share))
+    bins = _bins(rates.rates_along_curve(read), measured.neurons, measured.chosen, 1.0)
+    return Ranking([bins], lambda share: interpolated(measured.misses, share), measured.misses[0][0])
 
 
-def _bins(stretches: tuple[tuple[float, float, float], ...], neurons: int, chosen: float) -> Bins:
-    """Return how often a step accesses the clusters of each stretch, which are from `rates_along_curve`."""
+def _bins(stretches: tuple[tuple[float, float, float], ...], neurons: int, chosen: float, share: float) -> Bins:
+    """Return how often a step accesses the clusters of each stretch, which are from `rates_along_curve`.
+
+    chosen: share of the experts that a token chooses
+    share: share of all clusters that these experts have
+    """
     return [
-        (chosen * touched_share(rate, neurons), round(last * CLUSTERS) - round(first * CLUSTERS))
+        (chosen * touched_share(rate, neurons), round(last * share * CLUSTERS) - round(first * share * CLUSTERS))
         for first, last, rate in stretches
     ]

@@ -51,9 +51,12 @@ class Ranking:
 
     measured: the share of accesses that CLOCK misses with nothing pinned, by resident share. Misses were not measured
         with several sequences: then it is the ranking for one sequence, whose factors k(T) are used
+    measured_from: the smallest resident share whose misses were measured; with less, k(T) is that of this share
     """
 
-    def __init__(self, ffns: Sequence[Bins], measured: Callable[[float], float] | Ranking) -> None:
+    def __init__(
+        self, ffns: Sequence[Bins], measured: Callable[[float], float] | Ranking, measured_from: float = 0.0
+    ) -> None:
         self._members: dict[int, list[tuple[float, int, int]]] = {}  # class -> frequency, feed-forward, clusters
         for ffn, bins in enumerate(ffns):
             for frequency, clusters in merge_rising_bins(bins):
@@ -78,7 +81,7 @@ class Ranking:
         if isinstance(measured, Ranking):
             self._factors: list[float] = measured._factors
         else:
-            self._factors = [self._factor(n, measured) for n in range(len(TIMES))]
+            self._factors = [self._factor(n, measured, measured_from) for n in range(len(TIMES))]
 
     def miss_rate(self, slots: int, pinned: float) -> float:
         """Return the share of accesses that miss if the `pinned` hottest clusters stay and CLOCK has the other slots.
@@ -164,13 +167,15 @@ class Ranking:
                 counts[ffn] += clusters
         return before
 
-    def _factor(self, n: int, measured: Callable[[float], float]) -> float:
+    def _factor(self, n: int, measured: Callable[[float], float], measured_from: float) -> float:
         """Return k(T), the ratio of measured to modelled misses with nothing pinned, for T = TIMES[n].
 
         1 if T covers no whole step: everything misses then, and measurements with more memory do not apply.
         """
         if not whole_steps(TIMES[n]):
             return 1.0
+        while n + 1 < len(TIMES) and self._resident[n][-1] < measured_from * self.clusters:
+            n += 1
         computed = self._misses[n][-1]
         return measured(min(1.0, self._resident[n][-1] / self.clusters)) * self.accesses / computed if computed else 0.0
 
@@ -191,8 +196,9 @@ class Ranking:
 
 
 def occupied_slots(slots: int, reserved: int) -> int:
-    """Return how many slots are occupied on average: on average half of the reserved slots are in use."""
-    return slots - reserved // 2
+    """Return how many slots are occupied: the loader reports used slots before each wait, and the cache replaces them
+    within a fraction of a layer's time, so that the reserved ones are nearly always free."""
+    return slots - reserved
 
 
 def residency_probability(frequency: float, time_steps: float) -> float:

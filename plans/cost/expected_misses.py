@@ -6,14 +6,9 @@ one to four sequences; without one, sequences are assumed to choose their neuron
 
 from __future__ import annotations
 
-from neuronpipe.plans.cost.activation_rates import (
-    ActivationRates,
-    hot_experts_of,
-    miss_rate,
-    ranking,
-    was_measured,
-)
+from neuronpipe.plans.cost.activation_rates import ActivationRates, miss_rate, ranking, was_measured
 from neuronpipe.plans.cost.assumed_misses import assumed_accesses, assumed_miss_rate
+from neuronpipe.plans.cost.expert_misses import assumed_misses_of_sequences, hot_experts_of
 from neuronpipe.plans.package.activity_profile import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Flash, Mode
@@ -63,11 +58,12 @@ def part_accesses(
     share: share of the neurons of its chosen experts that each token reads
     all_accessed: each token accesses all clusters of its chosen experts
     """
-    clusters, mixture, occupied = manifest.clusters, manifest.model.experts > 1, slots.occupied
+    model, clusters, occupied = manifest.model, manifest.clusters, slots.occupied
+    mixture = model.experts > 1
     neurons, on_workers = manifest.layout.cluster_neurons, manifest.clusters - slots.offloaded
     expert_share = rates.clusters_accessed(share, neurons)
     token_accesses = expert_share * rates.chosen * clusters
-    together = clusters * _accessed_by_any(manifest, rates.chosen, expert_share, tokens)
+    together = clusters * accessed_by_any(manifest, rates, expert_share, tokens)
     offloaded_share = slots.offloaded / clusters
     if not all_accessed and slots.offloaded:
         offloaded_share = rates.clusters_within(offloaded_share, share, neurons)
@@ -100,8 +96,16 @@ def part_accesses(
     by_whole_experts = mixture and expert_share >= NEARLY_WHOLE
     if modelled and not by_whole_experts and 1 < tokens <= max(BATCHES):
         shared = assumed_accesses(rates, share, neurons, resident / clusters, share_staying, tokens)
+        if slots.offloaded:
+            offloaded_share = rates.clusters_within(slots.offloaded / clusters, share, neurons, tokens)
         computed = clusters * shared.share * (1 - offloaded_share)
         return PartAccesses(computed, min(computed, clusters * shared.share * shared.miss_rate))
+    independent = not rates.frequencies and not was_measured(manifest, mode) and not hot_experts_of(model.family).share
+    if 1 < tokens <= max(BATCHES) and mixture and independent and (all_accessed or by_whole_experts):
+        always, room = rates.always * clusters, clusters - pinned
+        routed_share = (resident - pinned - always) / max(1.0, room - always)
+        missed = assumed_misses_of_sequences(model, max(0.0, routed_share), tokens) * (together - always * expert_share)
+        return PartAccesses(accesses, min(accesses, missed * room / clusters / scale))
     if unpinned >= cached and not (
         modelled and tokens == 1
     ):  # the cache has fewer slots than a step accesses: everything is evicted before the next step
@@ -144,18 +148,18 @@ def _rate_of_sequences(manifest: Manifest, mode: Mode, resident_share: float, to
     return of_one * not_by_one ** (tokens - 1)
 
 
-def _accessed_by_any(manifest: Manifest, chosen: float, expert_share: float, tokens: int) -> float:
+def accessed_by_any(manifest: Manifest, rates: ActivationRates, expert_share: float, tokens: int) -> float:
     """Return the share of all clusters that at least one of `tokens` independent tokens accesses.
 
-    chosen: share of the experts that a token chooses
     expert_share: share of the clusters of a chosen expert that a token accesses
     """
     model, hot = manifest.model, hot_experts_of(manifest.model.family)
     hot_share = hot.count(model.experts) / model.experts
-    others = max(0.0, chosen - hot_share * hot.frequency) / (1 - hot_share)
-    return hot_share * union(min(1.0, hot.frequency * expert_share), tokens) + (1 - hot_share) * union(
+    others = max(0.0, rates.routed - hot_share * hot.frequency) / (1 - hot_share)
+    routed = hot_share * union(min(1.0, hot.frequency * expert_share), tokens) + (1 - hot_share) * union(
         min(1.0, others * expert_share), tokens
     )
+    return rates.always * union(expert_share, tokens) + (1 - rates.always) * routed
 
 
 def joined_reads(

@@ -26,12 +26,16 @@ class Reads:
 
     reads, read_bytes: mean number and bytes in all layers
     hidden_ms: time of the work in all layers that overlaps with flash time; None if it is not known
+    group_reads: reads that come together, since whole experts are missed; 1: each read comes by itself
+    layer_groups: such groups that a layer accesses, missed or not
     """
 
     issued: IssueTime
     reads: float
     read_bytes: float
     hidden_ms: float | None
+    group_reads: float = 1.0
+    layer_groups: float = 1.0
 
 
 @frozen
@@ -48,7 +52,9 @@ class IoWait:
 
     def at_once(self, batch: Reads) -> float:
         """Return the mean number of reads that are issued together: those of a step (ahead) or of a layer."""
-        return batch.reads if batch.issued == IssueTime.AHEAD else max(1.0, batch.reads / self.layers)
+        if batch.issued == IssueTime.AHEAD:
+            return batch.reads
+        return max(1.0, batch.group_reads, batch.reads / self.layers)
 
     def flash_ms(self, batch: Reads) -> float | None:
         """Return the time of the storage for all reads, or of a loader on a core of its own if that is longer.
@@ -62,9 +68,9 @@ class IoWait:
 
         Reads issued ahead overlap with the whole step, other reads with the work of their own layer. The number of
         reads issued together varies: if their time is distributed exponentially, the mean of the part that exceeds the
-        overlapping work is mean time x exp(-hidden / mean time). Of reads issued one by one, workers wait for the last,
-        which is issued shortly before the layer ends and queues behind others; if flash is slower than the work, they
-        wait for all that is left.
+        overlapping work is mean time x exp(-hidden / mean time). Of whole experts few are missed at once: their number
+        is distributed binomially. Of reads issued one by one, workers wait for the last, which is issued shortly before
+        the layer ends and queues behind others; if flash is slower than the work, they wait for all that is left.
 
         delay_ms: delay of a read in a run (default: by the device profile)
         """
@@ -77,6 +83,11 @@ class IoWait:
         each_ms, hidden_ms = flash_ms / layers, batch.hidden_ms / self.layers
         if delay_ms is None:
             delay_ms = self.cost.read_delay_ms(together=batch.issued == IssueTime.TOGETHER)
+        if batch.issued == IssueTime.TOGETHER and batch.group_reads > 1:
+            groups, of_layer = batch.reads / batch.group_reads, max(1, round(batch.layer_groups))
+            shares = binomial(of_layer, min(1.0, groups / (self.layers * of_layer)))
+            waits_ms = (max(0.0, n * flash_ms / groups + delay_ms - hidden_ms) for n in range(1, of_layer + 1))
+            return self.layers * sum(share * wait_ms for share, wait_ms in zip(shares[1:], waits_ms, strict=True))
         if batch.issued == IssueTime.TOGETHER:
             left_ms = hidden_ms - delay_ms
             return layers * (each_ms * math.exp(-max(0.0, left_ms) / each_ms) + max(0.0, -left_ms))
@@ -129,6 +140,11 @@ def embedding_ms(manifest: Manifest, compute: Compute, cost: WorkCost, tokens: i
     rows = -(-tokens // len(compute.decode_workers()))  # prefill has as many threads
     one_ms = cost.flash_ms(1, embedding_row_bytes(manifest), 1, 1)
     return None if one_ms is None else rows * one_ms
+
+
+def binomial(count: int, share: float) -> list[float]:
+    """Return the probabilities of 0 to `count` events, if each has this probability."""
+    return [math.comb(count, n) * share**n * (1 - share) ** (count - n) for n in range(count + 1)]
 
 
 def queued_read_time(alone: float, reads: float, service: float, grouped_service: float, period: float) -> float:

@@ -14,7 +14,7 @@ In a 1B (width 2048) the last three take two fifths of the time, and more in nar
 from __future__ import annotations
 
 from neuronpipe.plans.cost.activation_rates import ActivationRates
-from neuronpipe.plans.cost.expected_misses import union
+from neuronpipe.plans.cost.expected_misses import accessed_by_any
 from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.package.manifest import Manifest
 
@@ -30,7 +30,9 @@ def products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCost, toke
     model = manifest.model
     mixers = model.attention_weights + model.recurrent_weights
     pairs, expert_weights = _pairs(manifest, rates, tokens), model.neurons * model.width
-    expert_tokens = max(1, round(pairs / (union(rates.chosen, tokens) * model.ffns)))  # of an expert that is chosen
+    expert_tokens = max(
+        1, round(pairs / (accessed_by_any(manifest, rates, 1.0, tokens) * model.ffns))
+    )  # of an expert that is chosen
     gates = pairs / expert_tokens * expert_weights
     rows_ms = cost.panel_ms(tokens, mixers, "mixers") + cost.panel_ms(expert_tokens, gates, "gates")
     if manifest.layout.down_by_output:

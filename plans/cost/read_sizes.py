@@ -69,6 +69,10 @@ class ClusterDemand:
         places = manifest.slots(moved=moved)
         triggers_bytes = manifest.clusters * places.trigger_bytes
         values_bytes = manifest.clusters * places.value_bytes
+        pairs_stay = min(1.0, slots_bytes / (triggers_bytes + values_bytes))
+        if rates.value_read >= rates.trigger_read:  # both parts are always used together: slots are divided equally
+            stay = dict.fromkeys(("triggers_stay", "values_stay", "pairs_stay"), pairs_stay)
+            return cls(in_order=True, values_per_trigger=values_per_trigger, moved=moved, **stay)
         share = min(1.0, max(0, slots_bytes - triggers_bytes) / values_bytes)
         return cls(
             in_order=True,
@@ -76,7 +80,7 @@ class ClusterDemand:
             triggers_stay=min(1.0, slots_bytes / triggers_bytes),
             # Hits of the hottest clusters if they are pinned, or of the cache: a plan uses what is better.
             values_stay=max(rates.activations_within(share), 1 - miss_rate(manifest, mode, share)),
-            pairs_stay=min(1.0, slots_bytes / (triggers_bytes + values_bytes)),
+            pairs_stay=pairs_stay,
             moved=moved,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neuronpipe.plans.cost.activation_rates import ActivationRates
-from neuronpipe.plans.cost.expected_misses import union
+from neuronpipe.plans.cost.expected_misses import accessed_by_any
 from neuronpipe.plans.package.layout import row_bytes
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
 from neuronpipe.plans.package.traffic import neuron_row_bytes, trigger_row_bytes
@@ -39,7 +39,7 @@ class StepBytes:
 
     def predictor(self, tokens: int) -> int:
         """Return the bytes of the predictor, which are part of `fixed`."""
-        skipped_share = 1 - union(self.rates.chosen, tokens)
+        skipped_share = 1 - accessed_by_any(self.manifest, self.rates, 1.0, tokens)
         return self._all_predictors - int(self._all_predictors * skipped_share)
 
     def output(self) -> int:
@@ -75,6 +75,6 @@ class StepBytes:
 
     def _rows(self, tokens: int, share: float) -> float:
         """Return the rows of one matrix that the tokens read, each this share of its chosen experts' neurons."""
-        model = self.manifest.model
-        read = union(self.rates.chosen, tokens) if share == 1.0 else min(1.0, tokens * self.rates.chosen * share)
+        model, used_by_any = self.manifest.model, accessed_by_any(self.manifest, self.rates, 1.0, tokens)
+        read = used_by_any if share == 1.0 else min(1.0, tokens * self.rates.chosen * share)
         return read * model.ffns * model.neurons

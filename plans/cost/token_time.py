@@ -299,6 +299,12 @@ class _RunCost:
         if not self.compute.pipeline:
             hidden_ms = neurons_ms = 0.0
         first = Reads(issue_time, *order.first(triggers.misses, among), hidden_ms)
+        if order.in_order and self.manifest.model.experts > 1:
+            clusters = self.manifest.layout.clusters
+            accessed_experts = triggers.accesses / clusters / self.manifest.model.layers
+            first = dataclasses.replace(
+                first, group_reads=order.first(clusters, clusters)[0], layer_groups=accessed_experts
+            )
         if self.flash.bundle:
             return [first]
         later = Reads(IssueTime.ONE_BY_ONE, *order.values(values.misses, among), neurons_ms)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 
 from neuronpipe.plans.cost import expected_misses as missing
-from neuronpipe.plans.cost.activation_rates import ActivationRates, profile_for, ranking
+from neuronpipe.plans.cost.activation_rates import ActivationRates, ranking
 from neuronpipe.plans.cost.cluster_ranking import Ranking, occupied_slots
 from neuronpipe.plans.package.activity_profile import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
@@ -180,19 +180,18 @@ class _PinAllocator:
     def _unmeasured_pins(self, slots: PartSlots) -> int:
         """Return how many clusters of each feed-forward are pinned without an activity profile.
 
-        This is the allowed maximum, or the few clusters that are active in half of all tokens (none in a mixture),
-        whichever is expected to miss less. Pins take slots from the cache, and a cache with fewer slots than a token
-        accesses never hits. So the maximum is only chosen if the cache would be too small without pins as well. Half of
-        the borrowed slots count as reclaimed, as in the middle of a sequence.
+        These are the few clusters that are active in half of all tokens (none in a mixture), or the allowed maximum if
+        the cache cannot store what a token accesses and more pins are expected to miss less. Half of the borrowed slots
+        count as reclaimed, as in the middle of a sequence.
         """
         average_slots = dataclasses.replace(slots, count=slots.count - slots.borrowed // 2, borrowed=0)
         max_each = slots.max_pinned // self._ffns
         hottest = min(int(self._rates.neurons_active_in(PINNED_FROM) * self._clusters), max_each // 2)
         few = 0 if self._mixture else hottest
-        with_few, with_most = (self._accesses(average_slots, each) for each in (few, max_each))
-        profile = profile_for(self._manifest, self._mode)
-        if profile is not None and profile.source == "counted" and with_few.accesses < average_slots.occupied_slots:
-            return few  # how often each cluster is accessed is assumed, but what a cache misses was counted
+        with_few = self._accesses(average_slots, few)
+        if with_few.accesses < average_slots.occupied_slots:
+            return few  # which clusters are hot is assumed, while the cache follows the sequence
+        with_most = self._accesses(average_slots, max_each)
         return max_each if int(with_most.misses) < int(with_few.misses) else few
 
     def _accesses(self, slots: PartSlots, each: int) -> missing.PartAccesses:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.plans.activity.replacement_policies import Ids
+from neuronpipe.plans.cost.expert_misses import EXPERT_SHARE
 from neuronpipe.plans.lab.shapes.models import SimulatedModel
 from neuronpipe.plans.lab.simulate.recording import Recording
 from neuronpipe.plans.lab.synth.activation_rates import active_shares
@@ -31,10 +32,11 @@ Mask = NDArray[np.bool_]
 MAX_SAMPLED = 49152  # neurons of all layers together
 RECALL = 0.95
 FITTED_TOKENS, BISECTIONS, MAX_BISECTED = 24, 14, 16.0
-# Of a router's variance: an expert's own share, equal for all tokens of a sequence, and the token's share of the rest.
-# Fitted to the misses of CLOCK on recorded routes of Qwen3-30B-A3B and Gemma-4-26B-A4B, by which the cost model assumes
-# misses of experts (plans/cost/activation_rates.py): within 5 points from 15 to 75 % resident, for 4 of 32 to 8 of 256.
-EXPERT_SHARE, TOKEN_SHARE = 0.5, 0.9
+# The token's share of a router's variance, of the rest besides an expert's own share.
+# With the former CLOCK misses as much as on recorded routes of Qwen3-30B-A3B and Gemma-4-26B-A4B, by which the cost
+# model assumes misses of experts (plans/cost/expert_misses.py): 48, 33, 12, 5 and 2 % with 10, 15, 30, 45 and 60 %
+# resident (recorded: 48, 33, 12, 4 and 2 %).
+TOKEN_SHARE = 0.7
 NOISE = Preset(a=0.0, b=0.6, rb=0.97, re=0.4, pj=0.02, keep=0.0)  # a predictor's error
 
 
@@ -117,8 +119,9 @@ class _Sequence:
 
 
 def _has_recorded_routes(spec: ModelSpec) -> bool:
-    """Return True for mixtures of whole experts without hot ones, like the models whose routes were recorded."""
-    return spec.experts > 1 and spec.all_neurons_fire and not routing_of(spec).hot.share
+    """Return True for mixtures without hot experts, like the models whose routes were recorded. Of Mixtral's few
+    experts it is published how many repeat."""
+    return spec.experts > 1 and spec.activation != "drelu" and not routing_of(spec).hot.share
 
 
 def _token_share(spec: ModelSpec) -> float:

@@ -13,7 +13,7 @@ the deviation of the values.
 from __future__ import annotations
 
 import numpy as np
-from neuronpipe.plans.cost.activation_rates import HotExperts, hot_experts_of
+from neuronpipe.plans.cost.expert_misses import HotExperts, hot_experts_of
 from neuronpipe.plans.lab.synth.shapes import Coordinates
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.predictor.fit import quantile
