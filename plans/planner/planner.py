@@ -8,7 +8,6 @@ from typing import NoReturn
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.activation_rates import has_hints, rates
 from neuronpipe.plans.cost.read_sizes import ClusterDemand, ReadSizes, choose_read_sizes
-from neuronpipe.plans.cost.token_time import expected
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.borrowed_memory import max_borrowed_bytes
@@ -27,7 +26,6 @@ from neuronpipe.plans.plan.document import (
 )
 from neuronpipe.plans.plan.memory_budget import (
     MIB,
-    Budgets,
     accelerator_bytes,
     min_chunk_tokens,
     trusted_bytes,
@@ -47,7 +45,8 @@ from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.offload_split import BestSplit
 from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
 from neuronpipe.plans.planner.plan_reasons import embedding_reasons, mode_reasons
-from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, Regions, allocate_slots
+from neuronpipe.plans.planner.shared_results import SharedResults
+from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, Regions
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -65,21 +64,21 @@ def make_plan(
     manifest: Manifest,
     device: DeviceFacts,
     options: PlanOptions,
-    budgets: Budgets | None = None,
+    shared: SharedResults | None = None,
     frequencies: AccessFrequencies | None = None,
 ) -> Plan:
     """Make one plan for these options by rules, with the fastest split if the device has an accelerator.
 
-    budgets: cache of this package's memory budgets, shared by several calls (default: a new one)
+    shared: cache of this package's results, shared by several calls (default: a new one)
     frequencies: access frequencies of the clusters, if they were measured
 
     Raises LimitTooSmall with the smallest limit, and UserError for options that cannot be combined or obeyed.
     """
-    options, budgets = _as_baseline(options), budgets or Budgets(manifest)
+    options, shared = _as_baseline(options), shared or SharedResults(manifest)
 
     def make(blocks: tuple[int, ...] | None, matrices: tuple[str, ...] | None) -> Plan:
         tried = dataclasses.replace(options, offloaded_blocks=blocks, offloaded_matrices=matrices)
-        return _PlanBuilder(manifest, device, tried, budgets, frequencies).plan()
+        return _PlanBuilder(manifest, device, tried, shared, frequencies).plan()
 
     plan = make(options.offloaded_blocks, options.offloaded_matrices)
     if device.accelerator is None or options.offloaded_blocks is not None:
@@ -122,10 +121,11 @@ class _PlanBuilder:
         manifest: Manifest,
         device: DeviceFacts,
         options: PlanOptions,
-        budgets: Budgets,
+        shared: SharedResults,
         frequencies: AccessFrequencies | None,
     ) -> None:
-        self._manifest, self._device, self._options, self._budgets = manifest, device, options, budgets
+        self._manifest, self._device, self._options, self._shared = manifest, device, options, shared
+        self._budgets = budgets = shared.budgets
         context_tokens = manifest.model.context_tokens if options.context_tokens is None else options.context_tokens
         if not 1 <= context_tokens <= manifest.model.context_tokens:
             raise UserError(
@@ -254,7 +254,7 @@ class _PlanBuilder:
             compute=compute,
             memory=memory,
             flash=flash,
-            expected=expected(manifest, self._rates, compute, memory, flash, *self._device.measured),
+            expected=self._shared.expected(self._rates, compute, memory, flash, self._device.measured),
             reasons=(
                 *mode_reasons(manifest, shape, options, self._rates),
                 *offload_reasons(manifest, self._device.accelerator, compute, memory, self._device.profile),
@@ -362,12 +362,11 @@ class _PlanBuilder:
         return usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
 
     def _regions(self, budget: MemoryBudget, read_sizes: ReadSizes) -> Regions:
-        manifest, options = self._manifest, self._options
+        options = self._options
         slots_budget = self._slots_budget(budget, read_sizes)
         if options.ffn_resident_share is not None and options.ffn_resident_share < 1:
             slots_budget = min(slots_budget, int(options.ffn_resident_share * self._ffn_bytes))
-        regions = allocate_slots(
-            manifest,
+        regions = self._shared.regions(
             self._rates,
             mode=self._shape.mode,
             workers=self._shape.workers,

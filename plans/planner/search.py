@@ -29,7 +29,7 @@ from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.read_sizes import depths
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Plan
-from neuronpipe.plans.plan.memory_budget import MIB, Budgets, min_chunk_tokens, untrusted_bytes, usable_bytes
+from neuronpipe.plans.plan.memory_budget import MIB, min_chunk_tokens, untrusted_bytes, usable_bytes
 from neuronpipe.plans.plan.segment_sizes import RunShape
 from neuronpipe.plans.planner.candidates import (
     ANSWER,
@@ -45,6 +45,7 @@ from neuronpipe.plans.planner.candidates import (
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
 from neuronpipe.plans.planner.planner import CHUNK_TOKENS, make_plan
+from neuronpipe.plans.planner.shared_results import SharedResults
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -74,7 +75,7 @@ class Search:
         frequencies: AccessFrequencies | None = None,
     ) -> None:
         self.manifest, self.space, self.options, self.request = manifest, space, options, request
-        self._budgets, self._frequencies = Budgets(manifest), frequencies
+        self._shared, self._frequencies = SharedResults(manifest), frequencies
         self._trials: dict[int | None, _Trial] = {}
         self._chosen: dict[int, Candidate] = {}  # by limit, before a smaller limit's plan may be kept
         self._variants: dict[int, Variant | None] = {}
@@ -354,10 +355,9 @@ class Search:
 
     def _starts(self, limit_bytes: int | None, variant: Variant | None = None) -> list[Candidate]:
         """Return a candidate of every variant that fits, with the rules' chunk and depth. The rules' variant is first.
+        Raises LimitTooSmall if none fits.
 
         variant: restricts mode and workers to those of this variant
-
-        Raises LimitTooSmall if none fits.
         """
         candidates: list[Candidate] = []
         refused: list[LimitTooSmall] = []
@@ -413,7 +413,7 @@ class Search:
         return depths(start.device.flash)
 
     def _candidate(self, device: DeviceFacts, options: PlanOptions) -> Candidate:
-        plan = make_plan(self.manifest, device, options, self._budgets, self._frequencies)
+        plan = make_plan(self.manifest, device, options, self._shared, self._frequencies)
         return Candidate(device=device, options=options, plan=plan)
 
     def _may_change_reads(self, plan: Plan) -> bool:
