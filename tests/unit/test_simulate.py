@@ -333,6 +333,15 @@ def test_the_document_has_every_published_figure_and_counts_what_is_off_the_targ
     assert sum(row.fitted for _, row in rows) == 1
     bold = len(re.findall(r"\*\*[+-]\d+ %\*\*", text))
     assert f"Bold: off the target, {bold} of " in text
+    reasons = text.partition("## What the other cells hang on")[2].partition("## Our policies")[0]
+    assert (
+        len(
+            re.findall(
+                r"[+-]\d+ %(?=[,| ])", "".join(line.split("|")[2] + "|" for line in reasons.splitlines()[6:] if line)
+            )
+        )
+        == bold
+    )
 
 
 @pytest.mark.parametrize("unit", ["prefill-128", "prefill-512"])

@@ -83,10 +83,28 @@ class Table:
 
 
 @frozen(kw_only=True)
+class Open:
+    """The assumption that cells off their target hang on.
+
+    cases: part of the text of each of these cells
+    """
+
+    cases: str
+    hangs_on: str
+
+
+@frozen(kw_only=True)
 class Published:
+    """The published figures, our own cases, and why cells are off their target: of each, the first that fits counts."""
+
     source: str
     cells: tuple[Table, ...]
     ours: tuple[Case, ...]
+    open: tuple[Open, ...]
+
+    def reason(self, row: Row) -> Open:
+        """Return the reason for which a cell is off its target. Raises StopIteration if none is known."""
+        return next(each for each in self.open if each.cases in _case(row))
 
 
 def published() -> Published:
@@ -173,8 +191,26 @@ def document() -> Iterator[str]:
         yield "| case | published | simulated | error |"
         yield "|---|---|---|---|"
         yield from (row_line(row, table, values[row]) for row in table.rows)
+    yield from open_cells(
+        data, [(row, values[row]) for table in targets for row in table.rows if off(row, table, values[row])]
+    )
     yield from _our_decode(data.ours)
     yield from our_prefill(data.cells)
+
+
+def open_cells(data: Published, cells: Sequence[tuple[Row, float]]) -> Iterator[str]:
+    """Yield the table of the cells off their target, and of the assumption that each hangs on."""
+    yield ""
+    yield "## What the other cells hang on"
+    yield ""
+    yield "Values with a source leave these off the target, and nothing was fitted to them."
+    yield ""
+    yield "| cells | errors | assumption |"
+    yield "|---|---|---|"
+    for each in data.open:
+        errors = [_error(row, value) for row, value in cells if data.reason(row) is each]
+        if errors:
+            yield f"| {each.cases.strip(', ')} | {', '.join(errors)} | {each.hangs_on} |"
 
 
 def row_line(row: Row, table: Table, value: float) -> str:
