@@ -84,7 +84,7 @@ class IoWait:
         if delay_ms is None:
             delay_ms = self.cost.read_delay_ms(together=batch.issued == IssueTime.TOGETHER)
         if batch.issued == IssueTime.TOGETHER and batch.group_reads > 1:
-            groups, of_layer = batch.reads / batch.group_reads, max(1, round(batch.layer_groups))
+            groups, of_layer = batch.reads / batch.group_reads, max(1, math.ceil(batch.layer_groups - 1e-9))
             shares = binomial(of_layer, min(1.0, groups / (self.layers * of_layer)))
             waits_ms = (max(0.0, n * flash_ms / groups + delay_ms - hidden_ms) for n in range(1, of_layer + 1))
             return self.layers * sum(share * wait_ms for share, wait_ms in zip(shares[1:], waits_ms, strict=True))

@@ -101,6 +101,11 @@ def test_a_whole_expert_that_is_missed_is_waited_for_though_few_layers_miss_one(
     every_ms, of_all_ms = waiting.exposed_ms(every), waiting.flash_ms(every)
     assert of_all_ms is not None
     assert every_ms == pytest.approx(of_all_ms + LAYERS * (delay_ms - 1.0))
+    # Layers of a batch access 3.4 experts on average: all missed ones are waited for.
+    mean = dataclasses.replace(every, reads=20.0 * 3.4 * LAYERS, layer_groups=3.4)
+    mean_ms, of_mean_ms = waiting.exposed_ms(mean), waiting.flash_ms(mean)
+    assert of_mean_ms is not None
+    assert mean_ms == pytest.approx(of_mean_ms + LAYERS * (delay_ms - 1.0), rel=0.02)
 
 
 def test_experts_of_which_all_neurons_fire_are_read_whole_if_most_are_resident() -> None:
