@@ -32,7 +32,7 @@ def argument_schema(schema: Any, name: str) -> Mapping[str, Any]:
         argument = schema.get("additionalProperties")
     if not isinstance(argument, Mapping):
         return {}
-    return _definition(schema, argument.get("$ref")) or argument
+    return definition(schema, argument.get("$ref")) or argument
 
 
 def allowed_types(schema: Any) -> set[str]:
@@ -65,7 +65,8 @@ def constants(schema: Mapping[str, Any]) -> list[Any]:
     return values if isinstance(values, list) else []
 
 
-def _definition(schema: Mapping[str, Any], reference: Any) -> Mapping[str, Any] | None:
+def definition(schema: Mapping[str, Any], reference: Any) -> Mapping[str, Any] | None:
+    """Return the definition in a schema to which `$ref` refers; None if there is none."""
     for definitions in ("$defs", "definitions"):
         start, entries = f"#/{definitions}/", schema.get(definitions)
         if isinstance(reference, str) and reference.startswith(start) and isinstance(entries, Mapping):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from neuronpipe.protocol.argument_syntax import ArgumentSyntax
 from neuronpipe.protocol.codec import Message, message
 from neuronpipe.protocol.marks import Range, marks_of
 from neuronpipe.protocol.options import PENALTY, SAMPLING, sampling_options_of
@@ -85,6 +86,9 @@ class Calls(Message):
         as they are and end at the first `parameter_after`, other values are JSON
     parameter_between: the string between the name and the value of an argument
     parameter_after: the string after the value of an argument
+    argument_syntax: empty, or how arguments are written as keywords up to `next` or `after`: "keywords": name=value,
+        separated by a comma and a space, values as JSON; "python": the same with False, True and None; "gemma":
+        name:value in the order of the names, separated by commas, with strings between `<|"|>` and None for nil
     """
 
     functions: tuple[Function, ...]
@@ -101,6 +105,7 @@ class Calls(Message):
     parameter_before: str = ""
     parameter_between: str = ""
     parameter_after: str = ""
+    argument_syntax: ArgumentSyntax = ""
 
     def __post_init__(self) -> None:
         if not self.functions or not self.before or not (self.between or self.parameter_before):
@@ -113,6 +118,8 @@ class Calls(Message):
             raise ValueError(f"thoughts: expected at most {MAX_THOUGHTS}, and at least one with in_thought")
         if len({bool(self.parameter_before), bool(self.parameter_between), bool(self.parameter_after)}) > 1:
             raise ValueError("parameter_before, parameter_between, parameter_after: expected all of them or none")
+        if self.argument_syntax and (self.parameter_before or not self.between):
+            raise ValueError("argument_syntax: expected between, and no parameter_before")
 
 
 @message

@@ -11,9 +11,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from neuronpipe.protocol.argument_syntax import Syntax
 from neuronpipe.protocol.messages.request import Calls, Function
 from neuronpipe.services.coordinator.text.call_parameters import ParameterGrammar
 from neuronpipe.services.coordinator.text.json_schemas import as_followed
+from neuronpipe.services.coordinator.text.keyword_arguments import KeywordError, KeywordGrammar
 
 MAX_CALLS_BYTES = 256 << 10
 WILD = "\0"
@@ -60,6 +62,7 @@ def marks(calls: Calls, special: Mapping[str, int]) -> dict[int, str]:
     """
     texts = [calls.before, calls.between, calls.next, calls.after, calls.opening]
     texts += [calls.parameter_before, calls.parameter_between, calls.parameter_after]
+    texts += [Syntax.of(calls.argument_syntax).quote] if calls.argument_syntax else []
     texts += [text for thought in calls.thoughts for text in (thought.before, thought.after)]
     return {atom.token: atom.text for text in texts for atom in atoms(text, special) if atom.token is not None}
 
@@ -112,12 +115,24 @@ class _CallGrammar:
             name += tail.pop(0).text
         begin = " ".join([_quoted(name), *(atom.lark for atom in tail)])
         schema = schema_of(function)
+        subject = f"the arguments of {function.name!r}"
+        if self._calls.argument_syntax:
+            try:
+                keywords = KeywordGrammar(self._calls, schema, f"f{number}", self._lark, self._until)
+            except KeywordError as error:
+                raise CallsError(f"{subject}: {error}") from None
+            except RecursionError:
+                raise CallsError(f"{subject}: the schema is nested too deeply") from None
+            if function.strict and (keyword := keywords.unenforced()) is not None:
+                raise CallsError(f"{subject}: {keyword} cannot be followed in this call format")
+            yield f"f{number}: {begin} {keywords.expression}\n"
+            yield from keywords.rules()
+            return
         if not self._calls.parameter_before:
             yield f"f{number}: {begin} %json {json.dumps(schema)}\n"
             return
         parameters = ParameterGrammar(self._calls, schema, f"f{number}", self._lark, self._until)
         if function.strict and (keyword := parameters.unenforced()) is not None:
-            subject = f"the arguments of {function.name!r}"
             raise CallsError(f"{subject}: {keyword} of a string cannot be followed in this call format")
         yield f"f{number}: {begin} {parameters.expression()}\n"
         yield from parameters.rules()

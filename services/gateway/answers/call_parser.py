@@ -13,6 +13,7 @@ from typing import Any
 from neuronpipe.protocol.json_types import argument_schema, is_string
 from neuronpipe.services.gateway.answers.argument_values import argument_json, string_json
 from neuronpipe.services.gateway.answers.json_scan import JsonScan
+from neuronpipe.services.gateway.answers.keyword_scan import KeywordScan
 from neuronpipe.services.gateway.answers.parts import (
     Arguments,
     CallStart,
@@ -48,7 +49,7 @@ class CallParser(StateParser):
         # The text after a name may begin with characters that names have, as a number does.
         suffix = NAME_CHARACTERS.match(calls.between.replace(WILD, "0"))
         self._name_suffix = 0 if suffix is None else suffix.end()
-        self._object = JsonScan()
+        self._object, self._keywords = JsonScan(), KeywordScan("keywords")
         self._key, self._keys = "", 0  # the parameter that is being parsed, and how many the call has
         self._begun = False  # True once a value has begun that is passed on as it arrives
         self.complete = False
@@ -96,14 +97,20 @@ class CallParser(StateParser):
             if len(self._buffer) > MAX_NAME_CHARACTERS:
                 self._state = self._ignore_rest
             return
+        if self._count and not run.end():  # the text after the last call may begin like that before a further one
+            self._state = self._ignore_rest
+            return
         end = max(0, run.end() - self._name_suffix)
         yield CallStart(self._count, self._buffer[:end])
         self._count, self.complete = self._count + 1, False
         self._function, self._keys, self._object = self._buffer[:end], 0, JsonScan()
+        if self._format.argument_syntax:
+            self._keywords = KeywordScan(self._format.argument_syntax)
         self._buffer, self._state = self._buffer[end:], self._between
 
     def _between(self) -> Iterator[Part]:
-        self._skip(self._format.between, self._parameter if self._format.parameter_before else self._arguments)
+        following = self._parameter if self._format.parameter_before else self._arguments
+        self._skip(self._format.between, self._keyword_arguments if self._format.argument_syntax else following)
         yield from ()
 
     def _arguments(self) -> Iterator[Part]:
@@ -115,6 +122,16 @@ class CallParser(StateParser):
         self._buffer = self._buffer[size:]
         if self._object.complete:
             self.complete, self._state = True, self._after
+
+    def _keyword_arguments(self) -> Iterator[Part]:
+        text, size = self._keywords.push(self._buffer)
+        if text:
+            yield Arguments(self._count - 1, text)
+        self._buffer = self._buffer[size:]
+        if self._keywords.complete:
+            self.complete, self._state = True, self._after
+        elif self._keywords.failed:
+            self._state = self._ignore_rest
 
     def _after(self) -> Iterator[Part]:
         if self._format.next:

@@ -223,6 +223,7 @@ class Offer:
             parameter_before=form.parameter_before,
             parameter_between=form.parameter_between,
             parameter_after=form.parameter_after,
+            argument_syntax=form.argument_syntax,
             opening="" if thinking is None else thinking.answer,
             thoughts=() if thinking is None else thinking.thoughts(begins),
             in_thought=thinking is not None and begins == "reasoning",

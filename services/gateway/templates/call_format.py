@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from neuronpipe.protocol.argument_syntax import ArgumentSyntax, Syntax
 from neuronpipe.protocol.frozen import frozen
 
 WILD = "\0"  # stands for any letter or digit
@@ -35,6 +36,8 @@ class CallFormat:
     empty: the content that the template takes for a message that consists of calls
     own_ids: True if the template writes the ids of calls, and accepts only ids of nine letters and digits
     as_text: True if the template writes tools and results, but takes calls as part of the content
+    argument_syntax: the syntax of arguments, as in the message `Calls`
+    numbered_ids: True if the template writes ids in place of names, as functions.NAME:NUMBER
     """
 
     before: str
@@ -50,13 +53,19 @@ class CallFormat:
     parameter_between: str = ""
     parameter_after: str = ""
     as_text: bool = False
+    argument_syntax: ArgumentSyntax = ""
+    numbered_ids: bool = False
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return calls as text.
 
         calls: names and arguments
         """
-        texts = [f"{name}{self.between}{arguments}" for name, arguments in calls]
+        syntax = Syntax.of(self.argument_syntax) if self.argument_syntax else None
+        texts = [
+            f"{name}{self.between}{arguments if syntax is None else syntax.written(arguments)}"
+            for name, arguments in calls
+        ]
         return f"{self.before}{self.next.join(texts)}{self.after}"
 
     def message(self, content: str, calls: Sequence[tuple[str, str, str]], reasoning: str = "") -> Message:
@@ -111,6 +120,20 @@ TEXT_FORMATS: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
             as_text=True,
         ),
     ),
+    # LFM2
+    (
+        ("<|tool_list_start|>",),
+        CallFormat(
+            before="<|tool_call_start|>[",
+            between="(",
+            next="), ",
+            after=")]<|tool_call_end|>",
+            marker="<|tool_call_start|>",
+            by_template=True,
+            as_text=True,
+            argument_syntax="python",
+        ),
+    ),
     # SmolLM3, Hermes, Falcon-H1
     (
         ("<tool_call>", "</tool_call>", "name", "arguments"),
@@ -122,6 +145,14 @@ description, and the format."""
 
 ONE_CALL = dataclasses.replace(DEFAULT, next="")
 """For base models, which do not know when to stop calling."""
+
+
+def numbered_id(name: str, number: int) -> str:
+    """Return the id of a call as Kimi K2's templates write it in place of the name.
+
+    number: the number of the call in the conversation, from 0
+    """
+    return f"functions.{name}:{number}"
 
 
 def instruction(descriptions: Sequence[dict[str, Any]], form: CallFormat) -> str:

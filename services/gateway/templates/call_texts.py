@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from neuronpipe.services.gateway.templates.call_format import WILD
 
-_END = re.compile(r"<\|[^<>|]+\|>\s*\Z")
+_END = re.compile(r"<(?:\|[^<>|]+\|?|[^<>|]+\|)>\s*\Z")  # as <|x|>, <|x> and <x|>
 
 
 class AroundCalls(NamedTuple):

@@ -14,8 +14,16 @@ import json
 import re
 from typing import Any, NamedTuple
 
+from neuronpipe.protocol.argument_syntax import ArgumentSyntax, Syntax
 from neuronpipe.services.gateway.answers.thinking_format import thinking_format
-from neuronpipe.services.gateway.templates.call_format import DEFAULT, TEXT_FORMATS, WILD, CallFormat, Message
+from neuronpipe.services.gateway.templates.call_format import (
+    DEFAULT,
+    TEXT_FORMATS,
+    WILD,
+    CallFormat,
+    Message,
+    numbered_id,
+)
 from neuronpipe.services.gateway.templates.call_texts import around_calls, call_texts
 from neuronpipe.services.gateway.templates.parameter_probe import ARGUMENTS as PARAMETERS
 from neuronpipe.services.gateway.templates.parameter_probe import ParameterText
@@ -86,7 +94,12 @@ def _format_from(template: Template, input_form: CallFormat) -> CallFormat | Non
         text = _rendered(template, [_calling(input_form, 1)])
         fixed = dataclasses.replace(thinking.calls, objects=input_form.objects, empty=input_form.empty)
         return fixed if _NAMES[0] in text else None
-    return _json_format(template, input_form) or _parameter_format(template, input_form)
+    return (
+        _json_format(template, input_form)
+        or _parameter_format(template, input_form)
+        or _keyword_format(template, input_form)
+        or _json_format(template, dataclasses.replace(input_form, numbered_ids=True))
+    )
 
 
 def _json_format(template: Template, input_form: CallFormat) -> CallFormat | None:
@@ -110,6 +123,19 @@ def _parameter_format(template: Template, input_form: CallFormat) -> CallFormat 
         parameter_between=parameters.parameter_between,
         parameter_after=parameters.parameter_after,
     )
+
+
+def _keyword_format(template: Template, input_form: CallFormat) -> CallFormat | None:
+    """Return the format of calls whose arguments are keywords, as in f(key=value); None if they are not."""
+    texts = _call_texts(template, input_form, PARAMETERS)
+    names: tuple[ArgumentSyntax, ...] = ("keywords", "gemma")
+    for name in names:
+        syntax = Syntax.of(name)
+        form = _form(texts, input_form, syntax.written(json.dumps(PARAMETERS)))
+        if form is not None and form.after.lstrip().startswith(syntax.end) and syntax.quote in template.source:
+            true = _call_texts(template, input_form, {"qzx": True})[0]
+            return dataclasses.replace(form, argument_syntax="python" if "qzx=True" in true else name)
+    return None
 
 
 def _form(texts: list[str], input_form: CallFormat, arguments: str) -> CallFormat | None:
@@ -153,7 +179,8 @@ def _text_format(template: Template) -> CallFormat | None:
 
 def _calling(input_form: CallFormat, count: int, arguments: dict[str, Any] | None = None) -> Message:
     written = json.dumps(_ARGUMENTS if arguments is None else arguments)
-    calls = list(zip(_IDS[:count], _NAMES[:count], [written] * count, strict=True))
+    ids = [numbered_id(name, number) for number, name in enumerate(_NAMES)] if input_form.numbered_ids else _IDS
+    calls = list(zip(ids[:count], _NAMES[:count], [written] * count, strict=True))
     return input_form.message("", calls)
 
 

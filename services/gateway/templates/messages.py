@@ -12,6 +12,7 @@ from neuronpipe.services.gateway.templates.call_format import (
     CallFormat,
     Message,
     instruction,
+    numbered_id,
     reasoning_fields,
 )
 
@@ -39,8 +40,21 @@ def as_messages(turns: Sequence[ChatTurn], form: CallFormat) -> list[Message]:
 
     "developer", the newer name of "system", becomes "system", and results get the name of their function.
     """
+    turns = _with_numbered_ids(turns) if form.numbered_ids else turns
     names = {id_: name for turn in turns for id_, name, _ in turn.calls}
     return [_as_message(turn, form, names) for turn in turns]
+
+
+def _with_numbered_ids(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
+    """Return the conversation with the ids that a template writes in place of names, in calls and results."""
+    ids, count, numbered = dict[str, str](), 0, list[ChatTurn]()
+    for turn in turns:
+        calls = [(numbered_id(call[1], count + at), *call[1:]) for at, call in enumerate(turn.calls)]
+        ids |= {old[0]: new[0] for old, new in zip(turn.calls, calls, strict=True)}
+        count += len(calls)
+        result_of = turn.tool_call_id and ids.get(turn.tool_call_id, turn.tool_call_id)
+        numbered.append(turn._replace(calls=calls, tool_call_id=result_of))
+    return numbered
 
 
 def as_texts(
