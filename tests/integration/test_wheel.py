@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+import sysconfig
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.http_client import served
-from tests.pipeline import Shell, compiled_engine
+from tests.pipeline import PATIENCE_S, SLOWER, Shell, compiled_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("protocol", "native", "plans", "services", "launch")
@@ -136,6 +139,46 @@ def test_the_page_and_the_demo_model_are_served_without_the_checkout(shell: Shel
                 assert server.call("GET", f"/page/{file.name}").body == file.read_bytes()
         reply = server.post("/v1/completions", prompt="import os", max_tokens=4)
         assert reply.json()["usage"]["completion_tokens"] == 4
+
+
+@pytest.fixture(scope="module")
+def from_sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment that has neuronpipe from an sdist, and its dependencies from this one."""
+    folder = tmp_path_factory.mktemp("sdist")
+    script = f"import scikit_build_core.build as backend; backend.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True)
+    (sdist,) = folder.glob("*.tar.gz")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    programs = folder / "venv" / "bin"
+    pip = [sys.executable, "-m", "pip", "--python", programs / "python", "--disable-pip-version-check"]
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    engine = [f"-Ccmake.define.NP_ENGINE={archive}" for archive in compiled_engine()]
+    install = [*pip, "install", "--no-build-isolation", "--no-deps", "--ignore-installed", *engine, sdist]
+    done = subprocess.run(install, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return programs
+
+
+def test_what_is_installed_from_an_sdist_answers(from_sdist: Path, tmp_path: Path) -> None:
+    python = [from_sdist / "python", "-c", "import neuronpipe.native as native; print(native.__file__)"]
+    where = subprocess.run(python, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert where.startswith(str(from_sdist.parent)), "not the checkout"
+    run = [from_sdist / "neuronpipe", "run", "-p", "import os", "-n", "4", "--json"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens"] == 4
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("words", [["--help"], ["ps"], ["list"]], ids=" ".join)
+def test_what_computes_nothing_starts_quickly(from_sdist: Path, tmp_path: Path, words: list[str]) -> None:
+    took_s = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([from_sdist / "neuronpipe", *words], cwd=tmp_path, capture_output=True, check=True)
+        took_s.append(time.perf_counter() - began)
+    assert min(took_s) < 0.3 * SLOWER
 
 
 def test_an_example_works_without_the_checkout(shell: Shell, installed: Path) -> None:

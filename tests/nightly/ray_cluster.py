@@ -239,7 +239,7 @@ def main() -> None:
         subprocess.run([PLACE / "bin/pip", "install", "--quiet", ROOT, "ray[serve,data]", "protobuf<7"], check=True)
         words = [PLACE / "bin/python", __file__, "--installed"]
         sys.exit(subprocess.run(words, env=os.environ | {"PATH": f"{PLACE}/bin:{os.environ['PATH']}"}).returncode)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"}
     with tempfile.TemporaryDirectory(prefix="np-") as folder:
         check_cluster(Path(folder))
 
