@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from neuronpipe.services.examples.owned_run import OwnedRun
-from neuronpipe.services.examples.replica_routing import ResumedStream, ranked, routing_key, with_seed
+from neuronpipe.services.examples.replica_routing import ResumedStream, is_ending, ranked, routing_key, with_seed
 from pydantic import BaseModel
 from ray import serve
 from ray.exceptions import RayError
@@ -78,6 +78,10 @@ class Head(NamedTuple):
 
     status: int
     headers: dict[str, str]
+
+
+class ServerEnding(Exception):
+    """The server of a replica ends or has no run."""
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
@@ -170,7 +174,7 @@ class Entrance:
         pieces = self._answered(await self._forwarded(request))
         try:
             head = await anext(pieces)
-        except (RayError, RayServeException) as lost:
+        except (RayError, RayServeException, ServerEnding) as lost:
             error = {"message": f"no replica answers: {lost}", "type": "server_error", "code": "starting"}
             return JSONResponse({"error": error}, 503, {"Retry-After": "5"})
         assert isinstance(head, Head)
@@ -212,11 +216,13 @@ class Entrance:
                     elif new := stream.push(piece):
                         yield new
                 ended = True
+                if stream.broken if stream is not None else head.status == 503 and is_ending(whole):
+                    raise ServerEnding(whole.decode(errors="replace"))
                 if stream is None:
                     yield head
                 yield stream.finish() if stream is not None else whole
                 return
-            except RayError:
+            except (RayError, ServerEnding):
                 ended = True
                 if stream is not None and request.method != "POST":
                     return  # the live view: its client asks again

@@ -16,6 +16,7 @@ _SEEDED = re.compile(r"(/v1)?/(chat/completions|completions|responses|messages)"
 _OLLAMA = re.compile(r"/api/(chat|generate)")
 _ID = re.compile(rb"\b[a-z]+[-_][0-9a-f]{24}\b")
 _CANDIDATE = re.compile(rb'"choices": ?\[\{"index": ?(\d+)')
+_ENDING = re.compile(rb'"code": ?"(draining|starting|restarting)"')  # in a text its quotes would have backslashes
 _KEEP_ALIVES = (b":", b"event: ping")
 
 
@@ -60,6 +61,11 @@ def ranked(key: str, model: str, loaded: Mapping[str, Collection[str]]) -> list[
     return sorted(loaded, key=rank, reverse=True)
 
 
+def is_ending(data: bytes) -> bool:
+    """Return True if an error says that the server ends or has no run, so that another one should answer."""
+    return _ENDING.search(data) is not None
+
+
 def with_seed(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return the body of a request whose completion another replica can generate again: with a seed if it has none."""
     seed = secrets.randbits(32)
@@ -79,6 +85,7 @@ class ResumedStream:
     mixed in any order. What is held back is one event.
 
     separator: what ends an event
+    broken: True once the attempt ends with an error that another server would not have
     """
 
     def __init__(self, separator: bytes) -> None:
@@ -90,7 +97,7 @@ class ResumedStream:
 
     def begin(self) -> None:
         """Begin an attempt, the first one or a further one."""
-        self._buffer = b""
+        self._buffer, self.broken = b"", False
         self._seen: Counter[bytes] = Counter()
         self._new_ids: defaultdict[bytes, list[bytes]] = defaultdict(list)
         self._new_response_id = b""
@@ -107,6 +114,9 @@ class ResumedStream:
 
     def _delivering(self, events: Sequence[bytes]) -> Iterator[bytes]:
         for event in events:
+            self.broken = self.broken or is_ending(event)
+            if self.broken:
+                return
             if event.strip().startswith(_KEEP_ALIVES):
                 yield event
                 continue

@@ -110,6 +110,18 @@ def test_a_stream_goes_on_at_another_replica_where_it_broke_off(seed: int) -> No
         assert texts == [f"{candidate}.{token} " if token != 1 else "" for token in range(tokens)]
 
 
+def test_an_error_of_a_server_that_ends_is_no_part_of_the_stream() -> None:
+    stream, error = ResumedStream(b"\n\n"), b'data: {"error": {"message": "x", "code": "draining"}}\n\n'
+    text = b'data: {"text": "\\"code\\": \\"draining\\""}\n\n'
+    assert stream.push(text + error[:20]) == text
+    assert not stream.broken
+    assert stream.push(error[20:]) == b""
+    assert stream.broken
+    stream.begin()
+    assert stream.push(text + b"data: [DONE]\n\n") == b"data: [DONE]\n\n"
+    assert not stream.broken
+
+
 def test_lines_are_joined_like_events() -> None:
     stream = ResumedStream(b"\n")
     assert stream.push(b'{"response": "a"}\n{"respo') == b'{"response": "a"}\n'
