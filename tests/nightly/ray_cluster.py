@@ -103,6 +103,7 @@ def servers_of(pid: int) -> list[int]:
 
 def check_cluster(folder: Path) -> None:
     import ray
+    from neuronpipe.plans.package.manifest import identity
     from neuronpipe.services.examples.owned_run import OwnedRun
     from neuronpipe.services.examples.ray_serve import ClusterOptions, app
     from ray import serve
@@ -169,7 +170,9 @@ def check_cluster(folder: Path) -> None:
     for name in names:
         shutil.copytree(DEMO, folder / name)
         manifest = folder / name / "manifest.json"
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"name": name}))
+        values = {**json.loads(manifest.read_text()), "name": name}
+        del values["id"]
+        manifest.write_text(json.dumps(values | {"id": identity(values)}))
     serve.run(app(options(",".join(str(folder / name) for name in names))))
     bodies = [{**BODIES[0], "model": name, "stream": False} for name in (*names, *names)]
     replies = asyncio.run(_replies(address, bodies))
