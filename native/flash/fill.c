@@ -104,11 +104,6 @@ void np_fill_slots(const np_loader *loader, np_flight *flight)
 }
 
 /* ---- long ranges ---------------------------------------------------------------------------------------------- */
-int np_is_filled(const np_loader *loader, const np_claim *claim)
-{
-    return claim->filled_bytes == loader->parts[claim->part].config.part_bytes;
-}
-
 /* Check and copy the bytes of a claim that have arrived. */
 static void fill_claim(const np_loader_part *config, const np_flight *flight, np_claim *claim, uint64_t end)
 {
@@ -133,8 +128,7 @@ static void fill_claim(const np_loader_part *config, const np_flight *flight, np
 void np_fill_arrived(const np_loader *loader, np_flight *flight, uint64_t end)
 {
     for (uint32_t i = 0; i < flight->claim_count; i++)
-        if (!np_is_filled(loader, &flight->claims[i]))
-            fill_claim(&loader->parts[flight->claims[i].part].config, flight, &flight->claims[i], end);
+        fill_claim(&loader->parts[flight->claims[i].part].config, flight, &flight->claims[i], end);
 }
 
 /* ---- the second thread ------------------------------------------------------------------------------------------ */

@@ -9,8 +9,6 @@ void np_fill_slots(const np_loader *loader, np_flight *flight);
 /* The same for a long range of which only bytes before `end`, an offset in the file, have arrived: go on with claims from
  * where they were left. Those that are whole are valid, or their checksums are wrong. */
 void np_fill_arrived(const np_loader *loader, np_flight *flight, uint64_t end);
-/* True if all bytes of a claim of a long range are filled. */
-int np_is_filled(const np_loader *loader, const np_claim *claim);
 
 /* The second thread. A NULL filler accepts nothing. Only the loader's thread calls these functions. */
 np_filler *np_filler_start(np_loader *loader);

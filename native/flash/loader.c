@@ -50,10 +50,9 @@ static void land_failure(np_loader *loader, const np_claim *landed, int was_read
 }
 
 /* Publish a part that is in its slot, or handle its failure. */
-static void publish_claim(np_loader *loader, np_claim *landed, int was_read)
+static void publish_claim(np_loader *loader, const np_claim *landed, int was_read)
 {
     np_part_state *part = &loader->parts[landed->part];
-    landed->has_ended = 1;
     if (landed->warms_up)
         loader->counters.warm_up_left_bytes -= part->config.part_bytes;
     if (!landed->is_valid) {
@@ -74,8 +73,7 @@ static void publish(np_loader *loader, uint32_t index)
     const np_flight *flight = &loader->flights[index];
     np_staging_pool *pool = &loader->pools[flight->pool];
     for (uint32_t i = 0; i < flight->claim_count; i++)
-        if (!flight->claims[i].has_ended)
-            publish_claim(loader, &flight->claims[i], flight->is_complete);
+        publish_claim(loader, &flight->claims[i], flight->is_complete || flight->claims[i].is_valid);
     pool->free[pool->free_count++] = index;
 }
 
@@ -86,7 +84,8 @@ static uint32_t piece_bytes(const np_loader *loader, const np_flight *flight, ui
     return left < loader->piece_bytes ? left : loader->piece_bytes;
 }
 
-/* A piece of a long range has arrived: fill and publish what is whole now. */
+/* A piece of a long range has arrived: fill what can be filled. It is published as a whole: workers that wait for an expert
+ * need both parts, and would only take the loader's core for a moment. */
 static void land_piece(np_loader *loader, np_flight *flight, uint32_t piece)
 {
     const uint32_t before = flight->next_piece;
@@ -97,9 +96,6 @@ static void land_piece(np_loader *loader, np_flight *flight, uint32_t piece)
         return;
     const uint32_t last = flight->next_piece - 1;
     np_fill_arrived(loader, flight, flight->offset + (uint64_t)last * loader->piece_bytes + piece_bytes(loader, flight, last));
-    for (uint32_t i = 0; i < flight->claim_count; i++)
-        if (!flight->claims[i].has_ended && np_is_filled(loader, &flight->claims[i]))
-            publish_claim(loader, &flight->claims[i], 1);
 }
 
 /* Handle a completed read. result: bytes or -errno. The flight lands with its last read. */

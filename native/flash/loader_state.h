@@ -70,7 +70,6 @@ typedef struct {
     uint8_t part, failures;
     uint8_t warms_up; /* it was in the warm-up set */
     uint8_t is_valid; /* its checksum matches, and it is in its slot */
-    uint8_t has_ended; /* it was published, or its failure handled, before its read had ended */
     uint32_t filled_bytes, checksum; /* of a part that arrives in pieces: those in its slot so far, and their checksum */
 } np_claim;
 
