@@ -76,6 +76,15 @@ SPECS = {
         family="llama", width=160, neurons=200, experts=5, experts_per_token=2, layer_kinds=(LayerKind(2),),
         query_heads=4, key_heads=2, head_width=40, activation="silu", **COMMON,
     ),
+    # Routers so large that participants share their products, even of one token.
+    "many experts": ModelSpec(
+        family="llama", width=256, neurons=32, experts=128, experts_per_token=6, router_bias=True,
+        layer_kinds=(LayerKind(2),), query_heads=4, key_heads=2, head_width=48, activation="silu", **COMMON,
+    ),
+    "many experts, early": ModelSpec(
+        family="llama", width=256, neurons=32, experts=128, experts_per_token=6, router="sigmoid", router_reads="layer",
+        layer_kinds=(LayerKind(2),), query_heads=4, key_heads=2, head_width=48, activation="relu", **COMMON,
+    ),
     "turbosparse": ModelSpec(
         family="llama", width=128, neurons=300, experts=4, experts_per_token=2, layer_kinds=(LayerKind(2),),
         query_heads=4, key_heads=4, head_width=32, activation="drelu", **COMMON,
