@@ -197,6 +197,7 @@ np_filler *np_filler_start(np_loader *loader)
     if (!filler)
         return NULL;
     *filler = (np_filler){.loader = loader, .capacity = loader->depth};
+    np_isa_name(); /* the trial of a matrix engine, at the first use of kernels, needs a larger stack than the thread's */
     filler->queued = calloc(loader->depth, sizeof *filler->queued);
     filler->filled = calloc(loader->depth, sizeof *filler->filled);
     pthread_mutex_init(&filler->lock, NULL);
