@@ -19,6 +19,9 @@ LONG_READ_BYTES = 256 << 10  # maximum where neighbours are read together; an ex
 # Number of long reads in warm-up. They are the fastest, even if a brief curve does not show it, and cost the least
 # processor time per byte.
 WARM_UP_READS = 16
+# Longer reads of whole experts go to flash in pieces of this size, all at once (native/flash/loader_create.c).
+PIECE_BYTES = 1 << 20
+NEARLY_EQUAL = 1.01  # ratio of times that a curve does not tell apart
 PREFETCH_SHARE = 0.5  # of the depth; the rest is for reads that a worker waits for
 UNMEASURED_DEPTH = 32  # reads at once if flash was not measured
 
@@ -134,7 +137,7 @@ class ClusterReadCost:
     @property
     def whole(self) -> bool:
         """True if reading both parts together takes no longer than reading them separately."""
-        return self.both_us <= self.apart_us
+        return self.both_us <= NEARLY_EQUAL * self.apart_us
 
 
 @frozen(kw_only=True)
@@ -200,6 +203,9 @@ def choose_read_sizes(
     is_long = curve is not None and bundle and demand.in_order and may_join
     if curve and is_long:  # neighbours are read together: fewer and longer reads
         knee = _knee_depth(curve, _longest(curve))
+    if curve and not may_join:
+        pieces = max(1, cluster_read_bytes // PIECE_BYTES)
+        knee = max(MIN_DEPTH, -(-_knee_depth(curve, min(cluster_read_bytes, PIECE_BYTES)) // pieces))
     depth = max(1, min(knee if depth is None else depth, max_staging_bytes // cluster_read_bytes))
     target_bytes = cluster_read_bytes
     if curve and may_join:
