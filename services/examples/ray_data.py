@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import ray.data
-from neuronpipe.launch.arguments.values import parse_bytes
 from neuronpipe.services.examples.owned_run import OwnedRun
+from pydantic import ByteSize, TypeAdapter
 
 BATCH_TEXTS = 16
+_SIZE = TypeAdapter(ByteSize)
 Batch = dict[str, Any]
 
 
@@ -64,7 +65,9 @@ def main() -> None:
     parser.add_argument("package")
     parser.add_argument("texts", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--memory", required=True, help="limit of each run, such as 8GiB")
+    parser.add_argument(
+        "--memory", type=lambda text: int(_SIZE.validate_python(text)), required=True, help="of each run, such as 8GiB"
+    )
     parser.add_argument("--runs", type=int, default=1, help="number of actors (default: %(default)s)")
     parser.add_argument("--cpus", type=float, default=1.0, help="cores of each (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of a completion (default: %(default)s)")
@@ -77,11 +80,11 @@ def main() -> None:
         body = {"echo": True, "logprobs": 0, "max_tokens": 0}
     ray.data.read_json(str(words.texts.resolve()), lines=True).map_batches(
         ScoredTexts if scores else Texts,
-        fn_constructor_args=(words.package, words.memory, body, words.option),
+        fn_constructor_args=(words.package, str(words.memory), body, words.option),
         batch_size=BATCH_TEXTS,
         compute=ray.data.ActorPoolStrategy(size=words.runs),
         num_cpus=words.cpus,
-        memory=parse_bytes(words.memory),
+        memory=words.memory,
     ).write_json(str(words.out.resolve()))
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from neuronpipe.services.examples.owned_run import OwnedRun
 from neuronpipe.services.examples.replica_routing import ResumedStream, is_ending, ranked, routing_key, with_seed
-from pydantic import BaseModel
+from pydantic import BaseModel, ByteSize
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
@@ -42,14 +42,14 @@ class ClusterOptions(BaseModel):
     """The options of `serve run`.
 
     packages: names or paths, separated by commas
-    memory: the limit of each replica; Ray places a replica where this much is free
+    memory: the limit of each replica, such as 8GiB; Ray places a replica where this much is free
     cpus: cores of each replica
     sequences: sequences that a replica computes at once, and the queue length at which another replica is started
     options: further options of `neuronpipe serve`, separated by blanks
     """
 
     packages: str
-    memory: str
+    memory: ByteSize
     cpus: float = 1.0
     sequences: int = 4
     min_replicas: int = 1
@@ -118,7 +118,7 @@ class Engine:
 
     def __init__(self, options: ClusterOptions) -> None:
         more = ["--sequences", str(options.sequences), *options.options.split()]
-        self._run = OwnedRun(options.packages.split(","), options.memory, more)
+        self._run = OwnedRun(options.packages.split(","), str(int(options.memory)), more)
         self._session: aiohttp.ClientSession | None = None
 
     async def answer(self, request: Forwarded) -> AsyncGenerator[Head | bytes, None]:
@@ -239,11 +239,9 @@ class Entrance:
 
 def app(options: ClusterOptions) -> serve.Application:
     """Build the application for `serve run` and for files of `serve deploy`."""
-    from neuronpipe.launch.arguments.values import parse_bytes
-
     engine = Engine.options(  # type: ignore[attr-defined]
         max_ongoing_requests=2 * options.sequences,
-        ray_actor_options={"num_cpus": options.cpus, "memory": parse_bytes(options.memory)},
+        ray_actor_options={"num_cpus": options.cpus, "memory": int(options.memory)},
         autoscaling_config={
             "min_replicas": options.min_replicas,
             "max_replicas": options.max_replicas,

@@ -94,6 +94,7 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
         fields |= {"thoughts": thoughts, "in_thought": bool(thoughts) and draw(st.booleans())}
         one_by_one = draw(st.sampled_from(["", "x"]))
         fields |= {f"parameter_{place}": one_by_one for place in ("before", "between", "after")}
+        fields["argument_syntax"] = "" if one_by_one else fields["argument_syntax"]
         fields["functions"] = (*fields["functions"], draw(messages_of(Function)))
         fields |= {name: fields[name] + "x" for name in ("before", "between", "next")}
         fields["marker"], fields["most"] = (

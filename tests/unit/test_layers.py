@@ -172,9 +172,11 @@ def imported(paths: list[Path]) -> set[str]:
 def test_what_a_run_imports_is_what_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     training = sorted((ROOT / "plans/lab/demo_training").glob("*.py"))
-    runtime = [path for path in files(*LAYERS) if path not in training]
+    replicas = sorted((ROOT / "services/examples").glob("ray_*.py"))  # run where the user has installed Ray
+    runtime = [path for path in files(*LAYERS) if path not in [*training, *replicas]]
     extras = project["optional-dependencies"]
     devices = declared(extras["npu"]) | declared(extras["gpu"])  # some are only imported by name
     assert imported(runtime) - devices == declared(project["dependencies"]) | declared(extras["sentencepiece"])
     assert declared(extras["gpu"]) <= imported(runtime)
     assert imported(training) - imported(runtime) == declared(extras["train"])
+    assert imported(replicas) - imported(runtime) == {"ray", "aiohttp"}  # Serve brings the latter
