@@ -533,6 +533,9 @@ typedef struct {
  * for reads in flight. Entries that an earlier loader left loading become absent. */
 np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, const np_loader_reading *reading, uint32_t *arrivals,
                             uint32_t queue_capacity);
+/* A longer range is read in pieces of at least so much: flash reads them at full speed, and each is checked and copied in
+ * a fraction of a millisecond. */
+enum { NP_PIECE_BYTES = 1 << 20 };
 /* The most reads at once of what fills one staging buffer: pieces of a long range, or reads of a source's cluster. */
 uint32_t np_loader_flight_reads(const np_loader_reading *reading, const np_loader_part *parts);
 void np_loader_destroy(np_loader *loader);

@@ -9,7 +9,6 @@
 
 enum {
     PAGE = 4096,
-    PIECE_BYTES = 1 << 20, /* of a long range: flash reads so much at full speed, and it is checked and copied in a fraction of a millisecond */
     MAX_PIECES = 16,
 };
 
@@ -17,7 +16,7 @@ enum {
  * moved bytes, are filled together. */
 static uint32_t count_pieces(const np_loader_reading *reading, const np_loader_part *parts)
 {
-    const uint32_t pieces = reading->most_read_bytes / PIECE_BYTES;
+    const uint32_t pieces = reading->most_read_bytes / NP_PIECE_BYTES;
     const int may_join = reading->warm_up_reads || reading->merge_gap_bytes || parts[NP_VALUE].moved_bytes;
     return may_join || pieces < 2 ? 1 : pieces < MAX_PIECES ? pieces : MAX_PIECES;
 }

@@ -155,9 +155,9 @@ def accessed_by_any(manifest: Manifest, rates: ActivationRates, expert_share: fl
     """
     model, hot = manifest.model, hot_experts_of(manifest.model.family)
     hot_share = hot.count(model.experts) / model.experts
-    others = max(0.0, rates.routed - hot_share * hot.frequency) / (1 - hot_share)
+    other_experts = max(0.0, rates.routed - hot_share * hot.frequency) / (1 - hot_share)
     routed = hot_share * union(min(1.0, hot.frequency * expert_share), tokens) + (1 - hot_share) * union(
-        min(1.0, others * expert_share), tokens
+        min(1.0, other_experts * expert_share), tokens
     )
     return rates.always * union(expert_share, tokens) + (1 - rates.always) * routed
 

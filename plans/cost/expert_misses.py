@@ -108,10 +108,10 @@ def _assumed_routed_misses(model: ModelSpec, resident_share: float) -> float:
     hot = hot_experts_of(model.family)
     hot_share = hot.count(model.experts) / model.experts
     if hot_share:
-        others = chosen - hot_share * hot.frequency  # experts of a token that are not hot, of all experts
-        all_hot = max(chosen, hot_share + others)
+        other_experts = chosen - hot_share * hot.frequency  # experts of a token that are not hot, of all experts
+        all_hot = max(chosen, hot_share + other_experts)
         cold_share = (max(resident_share, all_hot) - hot_share) / (1 - hot_share)
-        rate = others / chosen * interpolated(ASSUMED_COLD_EXPERT_MISSES, cold_share)
+        rate = other_experts / chosen * interpolated(ASSUMED_COLD_EXPERT_MISSES, cold_share)
         rate += (JUST_FITTING_MISSES - rate) * max(0.0, all_hot - resident_share) / max(all_hot - chosen, 1e-9)
         return min(rate, JUST_FITTING_MISSES * (1 - resident_share) / (1 - chosen))
     ranking = _ranking(model.experts_per_token, model.experts, 1)

@@ -19,7 +19,7 @@ LONG_READ_BYTES = 256 << 10  # maximum where neighbours are read together; an ex
 # Number of long reads in warm-up. They are the fastest, even if a brief curve does not show it, and cost the least
 # processor time per byte.
 WARM_UP_READS = 16
-# Longer reads of whole experts go to flash in pieces of this size, all at once (native/flash/loader_create.c).
+# Longer reads of whole experts go to flash in pieces of this size, all at once: NP_PIECE_BYTES of the loader.
 PIECE_BYTES = 1 << 20
 NEARLY_EQUAL = 1.01  # ratio of times that a curve does not tell apart
 PREFETCH_SHARE = 0.5  # of the depth; the rest is for reads that a worker waits for

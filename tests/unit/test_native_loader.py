@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.cost import read_sizes
 
 PAGE = 4096
 CLUSTERS = 20
@@ -142,3 +143,7 @@ def test_opening_says_what_is_wrong(tmp_path: Path) -> None:
 
 def test_crc32c_is_castagnolis() -> None:
     assert lib.np_crc32c(0, b"123456789", 9) == 0xE3069283
+
+
+def test_plans_count_pieces_as_large_as_the_loaders() -> None:
+    assert read_sizes.PIECE_BYTES == lib.NP_PIECE_BYTES

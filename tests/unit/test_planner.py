@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.read_sizes import read_units
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
+from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES, compute_layout
 from neuronpipe.plans.package.manifest import (
@@ -35,6 +36,7 @@ from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.plan_options import TECHNIQUES, PlanOptions
 from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, allocate_slots
+from neuronpipe.plans.pull.catalog import catalog
 from neuronpipe.protocol.errors import UserError
 
 GIB = 1 << 30
@@ -640,6 +642,14 @@ def test_experts_are_read_whole_where_gates_alone_would_save_less_than_small_rea
     assert made.flash.bundle is whole
     assert (made.memory.trigger_slots == made.memory.value_slots) is whole
     assert any("feed-forwards are read whole" in reason for reason in made.reasons) is whole
+
+
+def test_experts_that_are_read_in_pieces_need_few_staging_buffers() -> None:
+    """The pieces of eight such reads keep flash as busy as 32 short ones, which would take 420 MiB of staging."""
+    flash = make_plan(
+        manifest_of_pulled(catalog()["gpt-oss-120b"]), device(memory_bytes=16 * GIB), PlanOptions(context_tokens=2048)
+    ).flash
+    assert (flash.depth, flash.bundle) == (8, True)
 
 
 def test_of_a_dense_model_that_is_read_whole_both_parts_stay_pinned() -> None:
