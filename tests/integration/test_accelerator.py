@@ -262,7 +262,8 @@ def test_damaged_weights_are_not_held(shell: Shell, tmp_path: Path) -> None:
 
 def test_memory_is_kept(shell: Shell) -> None:
     """Of the driver, and of what the device holds, which shares this machine's memory here."""
-    limit = 420 << 20
+    least = shell.json("plan", DEMO, *OPENCL)["memory"]["least_bytes"]
+    limit = least + (4 << 20)
     with shell.up(DEMO, *OPENCL, "--memory", str(limit)) as run:
         run.ask(PROMPT, 32)
         assert shell.pss_bytes() < limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import select
 import signal
@@ -35,6 +36,7 @@ def _tests_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[WORK, prepare], ids=["program", "fork"])
 def helper(request: pytest.FixtureRequest) -> Iterator[Helper]:
     one = Helper(request.param, memory_bytes=32 * MIB, setup=b"hello ")
+    gc.collect()  # of earlier tests, whose descriptors would be closed meanwhile
     descriptors = len(os.listdir("/proc/self/fd"))
     yield one
     one.close()
