@@ -28,7 +28,7 @@ def measure(path: Path, *, rounds: int, point_s: int) -> list[dict[str, Any]]:
             pairs = [
                 (
                     _fio_bytes_per_s(path, size_bytes, depth, point_s),
-                    _reader_bytes_per_s(path, size_bytes, depth, point_s),
+                    reader_bytes_per_s(path, size_bytes, depth, point_s),
                 )
                 for _ in range(rounds)
             ]
@@ -62,7 +62,7 @@ def _fio_bytes_per_s(path: Path, size_bytes: int, depth: int, seconds: int) -> f
     return float(json.loads(done.stdout)["jobs"][0]["read"]["bw_bytes"])
 
 
-def _reader_bytes_per_s(path: Path, size_bytes: int, depth: int, seconds: int) -> float:
+def reader_bytes_per_s(path: Path, size_bytes: int, depth: int, seconds: int) -> float:
     """Measure the reader through cffi, with one refill per reap. Offsets are drawn beforehand, to keep Python short."""
     error = ffi.new("int *")
     reader = lib.np_reader_open(os.fsencode(path), b"io_uring", depth, error)
