@@ -66,7 +66,7 @@ def _attended_elements(manifest: Manifest, tokens: int, before: int) -> int:
     """Return the sum, over the tokens of a chunk and all layers, of the elements of the keys of one head, or of the
     latents, that a token attends to."""
     total, model = 0, manifest.model
-    for vectors, window_tokens in zip(model.cached_vectors, model.windows_tokens, strict=True):
+    for (vectors, window_tokens), layers in model.cached_vectors_in_windows.items():
         window = window_tokens or before + tokens
         in_growing_window = max(0, min(tokens, window - before))  # tokens that attend to all positions up to their own
         positions = (
@@ -74,5 +74,5 @@ def _attended_elements(manifest: Manifest, tokens: int, before: int) -> int:
             + in_growing_window * (in_growing_window + 1) // 2
             + (tokens - in_growing_window) * window
         )
-        total += vectors.width * positions if vectors.vectors else 0
+        total += layers * vectors.width * positions if vectors.vectors else 0
     return total

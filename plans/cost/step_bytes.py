@@ -60,9 +60,11 @@ class StepBytes:
         tokens: length of the sequence
         """
         model = self.manifest.model
-        layers = zip(model.cached_vectors, model.windows_tokens, strict=True)
-        keys_bytes = 2 * sum(vectors.elements * min(tokens, window or tokens) for vectors, window in layers)
-        return keys_bytes + 2 * STATE_ELEMENT_BYTES * model.all_state_elements
+        groups = model.cached_vectors_in_windows.items()
+        elements = sum(
+            layers * vectors.elements * min(tokens, window or tokens) for (vectors, window), layers in groups
+        )
+        return 2 * elements + 2 * STATE_ELEMENT_BYTES * model.all_state_elements
 
     def trigger_rows(self, tokens: int) -> float:
         """Return the bytes of the trigger rows that the tokens read. A row counts for each token, up to all rows."""
@@ -75,6 +77,9 @@ class StepBytes:
 
     def _rows(self, tokens: int, share: float) -> float:
         """Return the rows of one matrix that the tokens read, each this share of its chosen experts' neurons."""
-        model, used_by_any = self.manifest.model, accessed_by_any(self.manifest, self.rates, 1.0, tokens)
-        read = used_by_any if share == 1.0 else min(1.0, tokens * self.rates.chosen * share)
+        model = self.manifest.model
+        if share == 1.0:
+            read = accessed_by_any(self.manifest, self.rates, 1.0, tokens)
+        else:
+            read = min(1.0, tokens * self.rates.chosen * share)
         return read * model.ffns * model.neurons

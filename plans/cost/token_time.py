@@ -32,7 +32,7 @@ from neuronpipe.plans.package.traffic import neuron_row_bytes, trigger_row_bytes
 from neuronpipe.plans.plan.borrowed_memory import with_borrowed_slots
 from neuronpipe.plans.plan.document import Compute, Expected, Flash, Memory, backend_of, reads_whole
 from neuronpipe.plans.plan.offloaded_blocks import MATRICES, matrix_bytes, offloaded_clusters
-from neuronpipe.plans.plan.pinned_clusters import pins_within
+from neuronpipe.plans.plan.pinned_clusters import pinned_slots
 from neuronpipe.plans.plan.runtime_memory import runtime_of
 from neuronpipe.protocol.frozen import frozen
 
@@ -389,9 +389,9 @@ class _RunCost:
         """Return the number of pinned triggers (part 0) or values (part 1) in a step of `tokens` tokens. A step with
         more tokens than the plan has sequences is a prompt's, and has the pins for one sequence."""
         memory, batch = self.memory, tokens if tokens <= self.compute.sequences else 1
-        counts = memory.pins_for(batch).counts(self.manifest.model.ffns)[part]
-        slots = (memory.trigger_slots, memory.value_slots)[part]
-        return sum(pins_within(counts, slots, memory.moving_slots, self.manifest.clusters))
+        pins, ffns = memory.pins_for(batch), self.manifest.model.ffns
+        text, slots = ((pins.triggers, memory.trigger_slots), (pins.values, memory.value_slots))[part]
+        return pinned_slots(text, ffns, slots, memory.moving_slots, self.manifest.clusters)
 
 
 def shares_core(compute: Compute) -> bool:

@@ -21,7 +21,7 @@ class LayerProperties:
     activation: str
     gated: bool
 
-    @property
+    @cached_property
     def windows_tokens(self) -> tuple[int, ...]:
         """Attention window of each layer in tokens; 0: none."""
         return tuple(kind.window_tokens for kind in self.layer_kinds for _ in range(kind.layers))

@@ -22,12 +22,13 @@ times that width is that many experts which compute every token: a layer without
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
 
-from neuronpipe.plans.models.attention_sizes import AttentionSizes
+from neuronpipe.plans.models.attention_sizes import AttentionSizes, CachedVectors
 from neuronpipe.plans.models.expert_numbers import ExpertNumbers
 from neuronpipe.plans.models.layer_properties import LayerProperties
 from neuronpipe.plans.models.recurrent_sizes import Mixer
@@ -356,6 +357,11 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     def _require(self, field: str, holds: bool, complaint: str) -> None:
         if not holds:
             raise SpecError(field, complaint)
+
+    @cached_property
+    def cached_vectors_in_windows(self) -> Mapping[tuple[CachedVectors, int], int]:
+        """The number of layers for each pair of a position's vectors and a window in tokens (0: none)."""
+        return Counter(zip(self.cached_vectors, self.windows_tokens, strict=True))
 
     @cached_property
     def layers(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Sequence
 
 from neuronpipe.plans.package.layout import PAGE_BYTES
@@ -82,7 +83,7 @@ class BorrowableMemory:
         kv_tokens: for each KV slot, the tokens that it stores
         stage_tokens: result of the method `stage_tokens`; 0 without a prompt
         """
-        kv_bytes = min(self.kv_bytes, self._state_bytes + sum(map(self._slot_bytes, kv_tokens)))
+        kv_bytes = min(self.kv_bytes, self._state_bytes + self._slots_bytes(kv_tokens))
         if stage_tokens == SHORT_PROMPT_TOKENS < self.chunk_tokens:
             return kv_bytes + self._short_stage_bytes
         return kv_bytes + (self.stage_bytes if stage_tokens else 0)
@@ -97,6 +98,9 @@ class BorrowableMemory:
         (short,) = prefill_layouts(self.manifest, self.shape, SHORT_PROMPT_TOKENS).values()
         # In memory the arrays lie as in the whole stage, further apart, so each may touch one more page.
         return min(self.stage_bytes, short.total_bytes + PAGE_BYTES * len(short.fields))
+
+    def _slots_bytes(self, kv_tokens: Sequence[int]) -> int:
+        return sum(self._slot_bytes(tokens) * slots for tokens, slots in Counter(kv_tokens).items())
 
     def _slot_bytes(self, tokens: int) -> int:
         """Return the bytes of the pages that a KV slot with `tokens` tokens touches.

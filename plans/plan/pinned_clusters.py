@@ -94,3 +94,12 @@ def pins_within(counts: tuple[int, ...], slots: int, moving: int, clusters: int)
     if slots >= clusters or total <= room:
         return counts
     return tuple(count * room // total for count in counts)
+
+
+@lru_cache(maxsize=64)
+def pinned_slots(text: str, ffns: int, slots: int, moving: int, clusters: int) -> int:
+    """Return how many of `slots` slots have a pinned cluster.
+
+    text: counts of all feed-forwards as in `Pins`; the other arguments are those of `pins_within`
+    """
+    return sum(pins_within(read_counts(text, ffns), slots, moving, clusters))

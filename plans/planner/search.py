@@ -30,7 +30,7 @@ from neuronpipe.plans.cost.read_sizes import depths
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.memory_budget import MIB, min_chunk_tokens, untrusted_bytes, usable_bytes
-from neuronpipe.plans.plan.segment_sizes import RunShape
+from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape
 from neuronpipe.plans.planner.candidates import (
     ANSWER,
     USUAL,
@@ -332,6 +332,9 @@ class Search:
         return self._variant_at(step - 1)
 
     # ---- choices ---------------------------------------------------------------------------------------------
+    def _fastest(self, candidates: list[Candidate]) -> Candidate:
+        return min(candidates, key=self.ms)
+
     def _try(self, limit_bytes: int | None) -> _Trial:
         if limit_bytes not in self._trials:
             starts = self._starts(limit_bytes)
@@ -349,9 +352,6 @@ class Search:
                 ),
             )
         return self._trials[limit_bytes]
-
-    def _fastest(self, candidates: list[Candidate]) -> Candidate:
-        return min(candidates, key=self.ms)
 
     def _starts(self, limit_bytes: int | None, variant: Variant | None = None) -> list[Candidate]:
         """Return a candidate of every variant that fits, with the rules' chunk and depth. The rules' variant is first.
@@ -388,22 +388,23 @@ class Search:
         is_known = expected.tokens_per_s is not None and expected.prefill_tokens_per_s is not None
         if not is_known or self.options.baseline is not None or self.options.without:
             return [start]
-        bundle, blocks = start.plan.flash.bundle, start.plan.compute.held_blocks or None
-        matrices = start.plan.compute.held_matrices if blocks else None
+        compute, blocks = start.plan.compute, start.plan.compute.held_blocks or None
+        matrices = compute.held_matrices if blocks else None
+        options = dataclasses.replace(
+            start.options, bundle=start.plan.flash.bundle, offloaded_blocks=blocks, offloaded_matrices=matrices
+        )
         candidates = {chunk_and_depth(start.plan): start}
+        min_tokens = min_chunk_tokens(RunShape.of(compute))
         for depth in self._depths(start):
-            min_tokens = min_chunk_tokens(RunShape.of(start.plan.compute))
+            fitted_tokens = CHUNK_TOKENS[0] + 1
             for chunk in (*(tokens for tokens in CHUNK_TOKENS if tokens > min_tokens), min_tokens):
-                options = dataclasses.replace(
-                    start.options,
-                    bundle=bundle,
-                    prefill_chunk_tokens=chunk,
-                    depth=depth,
-                    offloaded_blocks=blocks,
-                    offloaded_matrices=matrices,
-                )
-                candidate = self._candidate(start.device, options)
+                # Memory reduced a longer chunk to this one or a shorter one. Partial sums reduce only some to theirs.
+                if chunk >= fitted_tokens != PARTIAL_TOKENS:
+                    continue
+                tried = dataclasses.replace(options, prefill_chunk_tokens=chunk, depth=depth)
+                candidate = self._candidate(start.device, tried)
                 candidates.setdefault(chunk_and_depth(candidate.plan), candidate)
+                fitted_tokens = candidate.plan.compute.prefill_chunk_tokens
         return list(candidates.values())
 
     def _depths(self, start: Candidate) -> Iterable[int]:
@@ -441,10 +442,9 @@ class _Trial:
 def _with_variant(variant: Variant | None, candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the candidate of this variant, else one with its mode and workers (if nothing is read, there is no other
     way to read to compare); None if there is neither."""
-    exactly = (candidate for candidate in candidates if candidate.variant == variant)
-    nearly = (
-        candidate
-        for candidate in candidates
-        if variant is not None and (candidate.variant.mode, candidate.workers) == (variant.mode, variant.workers)
-    )
-    return next(exactly, None) or next(nearly, None)
+    if variant is None:
+        return None
+    exactly = [candidate for candidate in candidates if candidate.variant == variant]
+    key = variant.mode, variant.workers
+    nearly = [candidate for candidate in candidates if (candidate.variant.mode, candidate.workers) == key]
+    return next(iter(exactly + nearly), None)
