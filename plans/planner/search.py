@@ -399,7 +399,7 @@ class Search:
             fitted_tokens = CHUNK_TOKENS[0] + 1
             for chunk in (*(tokens for tokens in CHUNK_TOKENS if tokens > min_tokens), min_tokens):
                 # Memory reduced a longer chunk to this one or a shorter one. Partial sums reduce only some to theirs.
-                if chunk >= fitted_tokens != PARTIAL_TOKENS:
+                if chunk == fitted_tokens or chunk > fitted_tokens != PARTIAL_TOKENS:
                     continue
                 tried = dataclasses.replace(options, prefill_chunk_tokens=chunk, depth=depth)
                 candidate = self._candidate(start.device, tried)
