@@ -32,7 +32,7 @@ MIB = 1 << 20
 # Touched pages of the interpreter and its libraries. They are counted in full, though other programs often share them:
 # in a container no other program may use them, and a run would exceed its limit.
 LIBRARIES_BYTES = 15 * MIB
-INTERPRETER_BASE_BYTES = 38 * MIB + LIBRARIES_BYTES
+INTERPRETER_BASE_BYTES = 34 * MIB + LIBRARIES_BYTES
 INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
 GATEWAY_LIBRARIES_BYTES = 14 * MIB  # libraries that only the gateway uses
 REQUESTS_BYTES = 16 * MIB  # requests in flight: bodies, decoded requests, queued responses
