@@ -8,6 +8,7 @@ a live one's and removed. There is no index: names are keys, and modification ti
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -44,7 +45,9 @@ class PrefixFolder:
     def __init__(self, path: Path, budget_bytes: int) -> None:
         self.path, self.budget_bytes = path, budget_bytes
         self.total_bytes = self.files = 0
+        self._uncounted_bytes = 0  # what this process has added since it counted
         self._failed = False  # the last write did; only the first of several failures is logged
+        self._irremovable: set[str] = set()  # keys of names that cannot be removed
 
     def prepare(self) -> bool:
         """Make the folder, remove what killed processes have left, and keep the budget. Returns False, and logs why, if
@@ -66,22 +69,30 @@ class PrefixFolder:
         return True
 
     def has(self, key: str) -> bool:
-        """Return True if there is a file with this key."""
-        return os.access(self._file(key), os.F_OK)
+        """Return True if there is a file of this user with this key. Anything else of that name, such as a link, is
+        removed with one line: else the chunk would be neither read nor saved again."""
+        try:
+            status = self._file(key).lstat()
+        except OSError:
+            return False
+        if _is_own_file(status):
+            return True
+        self.discard(key, "it is no file of this user")
+        return False
 
     @contextlib.contextmanager
     def opened(self, key: str) -> Iterator[int | None]:
-        """Open the file with this key for reading while the context lasts; None if there is none. A link, or a file of
-        another user, is left alone."""
+        """Open the file with this key for reading while the context lasts; None if there is none, or only a link or a
+        file of another user. A file that its owner may not read is removed with one line."""
         try:
             fd = os.open(self._file(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EACCES:
+                self.discard(key, "its mode forbids to read it")
             yield None
             return
         try:
-            status = os.fstat(fd)
-            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-            yield fd if is_ours else None
+            yield fd if _is_own_file(os.fstat(fd)) else None
         finally:
             os.close(fd)
 
@@ -93,25 +104,28 @@ class PrefixFolder:
                 os.utime(self._file(key), ns=(now_ns, now_ns - 1000 * depth), follow_symlinks=False)
 
     def discard(self, key: str, reason: str) -> None:
-        """Remove a file that cannot be used, and log the reason in one line."""
+        """Remove a file that cannot be used, and log the reason in one line, once if it cannot be removed."""
+        if key in self._irremovable:
+            return
         log.warning("the file %s%s of the prompt cache is ignored and removed: %s", key, SUFFIX, reason)
-        with contextlib.suppress(OSError):
-            self._file(key).unlink()
+        try:
+            self._file(key).unlink(missing_ok=True)
+        except OSError:  # a folder
+            self._irremovable.add(key)
 
     def add(self, key: str, size_bytes: int, write: Callable[[int], None]) -> bool:
         """Add a file, complete or not at all. Returns False if it cannot be written; a first failure is logged.
 
         write: writes the content to a descriptor; may raise OSError
         """
-        if size_bytes > self.budget_bytes:
+        if size_bytes > self.budget_bytes or key in self._irremovable:
             return False
         part = self.path / f"{key}.{os.getpid()}{PART_SUFFIX}"
         try:
             if not self._evict(size_bytes):
                 raise OSError(0, "the disk has no room left for it")
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = _locked(part)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 write(fd)
                 part.rename(self._file(key))
                 _begin_to_write_back(fd)
@@ -127,6 +141,7 @@ class PrefixFolder:
             return False
         self._failed = False
         self.total_bytes += size_bytes
+        self._uncounted_bytes += size_bytes
         self.files += 1
         return True
 
@@ -135,6 +150,8 @@ class PrefixFolder:
 
     def _evict(self, size_bytes: int) -> bool:
         """Remove the least recently used files until another one of this size fits. Returns False if it does not."""
+        if self._uncounted_bytes + size_bytes > (1 - KEPT_SHARE) * self.budget_bytes:
+            self.count()  # other runs may have added as much
         disk = os.statvfs(self.path)
         free_bytes = disk.f_bavail * disk.f_frsize - MIN_FREE_BYTES
         room_bytes = min(self.budget_bytes, self.total_bytes + free_bytes) - size_bytes
@@ -143,7 +160,7 @@ class PrefixFolder:
         for entry in self.count():
             if self.total_bytes <= KEPT_SHARE * room_bytes and self.files < KEPT_SHARE * MAX_FILES:
                 break
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # another run was faster
                 (self.path / entry.name).unlink()
             self.total_bytes -= entry.size_bytes
             self.files -= 1
@@ -154,6 +171,7 @@ class PrefixFolder:
         first."""
         entries = sorted(self._entries())
         self.total_bytes, self.files = sum(entry.size_bytes for entry in entries), len(entries)
+        self._uncounted_bytes = 0
         return entries
 
     def _entries(self) -> Iterator[Entry]:
@@ -162,7 +180,8 @@ class PrefixFolder:
                 if _NAME.fullmatch(entry.name) and entry.name.endswith(SUFFIX):
                     with contextlib.suppress(OSError):
                         status = entry.stat(follow_symlinks=False)
-                        yield Entry(status.st_mtime_ns, entry.name, status.st_size)
+                        if not stat.S_ISDIR(status.st_mode):  # which cannot be unlinked: it would end every eviction
+                            yield Entry(status.st_mtime_ns, entry.name, status.st_size)
 
     def _remove_abandoned(self) -> None:
         """Remove the files that no live process is writing."""
@@ -173,9 +192,31 @@ class PrefixFolder:
                 fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
+                    # Its writer may have renamed it before it was locked here, or made another after it was removed.
+                    if os.path.samestat(os.fstat(fd), path.lstat()):
+                        path.unlink()
                 finally:
                     os.close(fd)
+
+
+def _locked(part: Path) -> int:
+    """Create a file and lock it. Another run that starts may take it for abandoned before it is locked, and remove it:
+    then it is created again. Raises OSError."""
+    while True:
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            part.unlink(missing_ok=True)
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _is_own_file(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _begin_to_write_back(fd: int) -> None:
