@@ -46,9 +46,6 @@ class AccessFrequencies:
         measured: miss rate by resident share, for the Ranking of one sequence
         whole_experts: a chosen expert is read whole
         """
-        asked = mode, whole_experts, min(batch, max(BATCHES))
-        if asked in self._rankings:
-            return self._rankings[asked]
         profile = self._manifest.profile(mode) or self._manifest.profile("exact")
         if profile is None:
             return None
@@ -56,7 +53,6 @@ class AccessFrequencies:
         if key not in self._rankings:
             of_one_sequence = None if key[2] == 1 else self.ranking(mode, 1, measured, whole_experts=whole_experts)
             self._rankings[key] = Ranking(list(self._ffns(*key)), of_one_sequence or measured)
-        self._rankings[asked] = self._rankings[key]
         return self._rankings[key]
 
     def _ffns(self, mode: ProfileMode, whole_experts: bool, batch: int) -> Iterator[Bins]:

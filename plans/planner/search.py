@@ -398,7 +398,7 @@ class Search:
         for depth in self._depths(start):
             fitted_tokens = CHUNK_TOKENS[0] + 1
             for chunk in (*(tokens for tokens in CHUNK_TOKENS if tokens > min_tokens), min_tokens):
-                # Memory reduced a longer chunk to this one or a shorter one. Partial sums reduce only some to theirs.
+                # The plan would be that of the chunk before, reduced by memory; one reduced by partial sums may not.
                 if chunk == fitted_tokens or chunk > fitted_tokens != PARTIAL_TOKENS:
                     continue
                 tried = dataclasses.replace(options, prefill_chunk_tokens=chunk, depth=depth)

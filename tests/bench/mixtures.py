@@ -4,13 +4,13 @@
 
 Each round measures every engine once, in turns, and appends a row to FOLDER/mixtures.jsonl. Started again, the command
 measures what is missing. `--table` prints the medians and measures nothing. Packages and GGUF files that FOLDER lacks
-are synthesized there, and removed after their rows with --remove. Routes repeat as those of real texts do
-(plans/lab/synth/routing.py); no row draws experts independently. Nothing else may run meanwhile.
+are synthesized there, and removed after their rows with --remove. Routers repeat their choices as
+plans/lab/synth/routing.py states for each family. Nothing else may run meanwhile.
 
 The bound of a row: tokens/s = 1 / max(bytes of DRAM / speed of DRAM, bytes of flash / speed of flash), of the bytes
-that the run counted. Both speeds are the larger of two measurements, one before the run and one after: flash by direct
-reads of the same file, of the run's mean size; DRAM by as many processes as the run has workers. A fraction above 1 is
-printed as such: it means that the machine's speed changed meanwhile.
+that the run counted. Both speeds are the larger of two measurements right after the run: flash by direct reads of the
+same file, of the run's mean size; DRAM by as many processes as the run has workers. A fraction above 1 is printed as
+such: it means that the machine's speed changed meanwhile.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tests.bench.planned import Row, add_line, done_cell, read_lines, table_line
 
 GB = 10**9
 READ_BYTES = 1 << 20  # of the disk's measurement where a run read nothing
+SPEED_ROUNDS = 2  # measurements of the machine's speeds after a run
 MOST_IN_FLIGHT_BYTES = 64 << 20
 CONTEXT_TOKENS = 2048
 LLAMA_TOKENS = 8  # that llama.cpp decodes: a mapped mixture takes seconds for each
@@ -72,7 +73,7 @@ CASES = (
 # ---- bounds --------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """What the machine gave right beside a run, in bytes per second."""
+    """What the machine gave right after a run, in bytes per second."""
 
     dram_bytes_per_s: float
     flash_bytes_per_s: float
@@ -102,7 +103,6 @@ def bound(row: Row, speeds: Sequence[Speeds]) -> tuple[float, str]:
 def measure_ours(package: Path, case: Case, limit_bytes: int) -> list[Row] | str:
     """Return one row of decoding and of a prompt, with the bound, or the line of a refusal."""
     bundles = Package.open(package).bundles_path
-    before = measured_speeds(bundles, read_bytes=READ_BYTES, workers=len(os.sched_getaffinity(0)))
     words = ("--memory", str(limit_bytes), "--context", str(CONTEXT_TOKENS), "--mode", case.mode)
     rows = bench(package, (*words, "--tests", "pp512,tg96", "--repetitions", "1"))
     if isinstance(rows, str):
@@ -110,16 +110,16 @@ def measure_ours(package: Path, case: Case, limit_bytes: int) -> list[Row] | str
     prompt, decode = rows
     reads = decode["flash_reads_per_token"]
     read_bytes = int(decode["flash_bytes_per_token"] / reads) if reads else READ_BYTES
-    after = measured_speeds(bundles, read_bytes=read_bytes, workers=decode["workers"])
-    tokens_per_s, binding = bound(decode, (before, after))
+    speeds = [measured_speeds(bundles, read_bytes=read_bytes, workers=decode["workers"]) for _ in range(SPEED_ROUNDS)]
+    tokens_per_s, binding = bound(decode, speeds)
     return [
         {
             **decode,
             "prompt_tokens_per_s": prompt["prefill_tokens_per_s"],
             "bound_tokens_per_s": tokens_per_s,
             "binding": binding,
-            "dram_bytes_per_s": [one.dram_bytes_per_s for one in (before, after)],
-            "flash_bytes_per_s": [one.flash_bytes_per_s for one in (before, after)],
+            "dram_bytes_per_s": [one.dram_bytes_per_s for one in speeds],
+            "flash_bytes_per_s": [one.flash_bytes_per_s for one in speeds],
         }
     ]
 

@@ -29,7 +29,7 @@ def test_every_shape_of_the_table_can_be_synthesized() -> None:
     assert {case.shape for case in mixtures.CASES} <= set(SHAPES)
 
 
-def test_it_goes_on_after_an_interruption_and_removes_only_what_it_made(
+def test_it_goes_on_after_an_interruption_and_keeps_what_was_there_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, measured = Case("qwen3-30b-a3b", {8: 12, 4: 7}), []
@@ -59,6 +59,20 @@ def test_it_goes_on_after_an_interruption_and_removes_only_what_it_made(
     table = mixtures.markdown(read_lines(tmp_path / "mixtures.jsonl"))
     assert "| qwen3-30b-a3b, 8 GB | neuronpipe | 5 (5 to 5) | 12 | 10, flash | 50% |" in table
     assert table.index("8 GB") < table.index("4 GB")
+
+
+def test_what_was_made_for_the_rows_is_removed_after_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(shape: str, path: Path, *, gguf: bool = False) -> Path:
+        path.touch() if gguf else path.mkdir(exist_ok=True)
+        return path
+
+    monkeypatch.setattr(mixtures, "measure_ours", lambda *_: [ROW])
+    monkeypatch.setattr(mixtures, "measure_llama", lambda *_: [ROW])
+    monkeypatch.setattr(mixtures, "synthesized", made)
+    case = Case("smallthinker-4b", {1: 0})
+    mixtures.measure([case], [], rounds=1, folder=tmp_path, program=tmp_path / "llama-bench", clean=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["mixtures.jsonl"]
+    assert "| smallthinker-4b, 1 GB | llama.cpp |" in mixtures.markdown(read_lines(tmp_path / "mixtures.jsonl"))
 
 
 def test_a_refused_row_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
