@@ -11,7 +11,7 @@ import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.messages.client import Token
 
-from tests.pipeline import Run, Shell
+from tests.pipeline import Run, Shell, eventually
 
 REPEATED = "def add(a, b):\n    return a + b\n\n" * 6
 HALF_NEW = REPEATED + "def sub(a, b):\n    return a - b\n\nclass Shape:\n"
@@ -57,6 +57,7 @@ def test_a_killed_worker_changes_no_drafted_token(run: Run) -> None:
 
     def kill_now_and_then(token: Token) -> None:
         if token.index in (60, 130, 200):
+            assert eventually(lambda: run.has("decode"))  # again, after the kill before
             os.kill(run.pid("decode"), signal.SIGKILL)
 
     answer = run.ask(REPEATED, 300, seen=kill_now_and_then)
