@@ -112,6 +112,10 @@ class Record:
         result._defaults, result._owner = {**self._defaults, **defaults}, owner
         return result
 
+    def replaced(self, values: Mapping[str, Any]) -> Record:
+        """Return the same object with other values of some fields."""
+        return Record({**self._values, **values}, self.where, self._prefix).over(self._defaults, self._owner)
+
     def fail(self, name: str, problem: str) -> NoReturn:
         """Raise a UserError about one field."""
         if name not in self._values and name in self._defaults:

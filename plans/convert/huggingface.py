@@ -57,7 +57,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     with ExitStack() as files:
         is_fp8 = _method(document) in METHODS
         readers = {F8: Fp8Reader(document.record("quantization_config"))} if is_fp8 else {}
-        inventory = _inventory(Inventory(path, readers), path, files, open_file)
+        inventory = _inventory(Inventory(path, readers), architecture, path, files, open_file)
         model = architecture.read(config, inventory.has, Choices(options.activation, options.context_tokens))
         names = architecture.tensor_names(config, inventory.has)
         position_config, local = config, None
@@ -143,8 +143,10 @@ def _positions(
 
 
 def _with_factor(model: ModelSpec, frequencies: NDArray[np.float32], factor: float) -> ModelSpec:
-    """Return the model with a factor of scores. Where only a part of each head rotates it concerns that part alone."""
-    if (frequencies == 0).any():
+    """Return the model with a factor of scores. It concerns rotated elements alone: where a part of each head rotates,
+    or only heads of some layers, it is a factor of these."""
+    unrotated = any(kind.mixer == "attention" and not kind.rotary for kind in model.layer_kinds)
+    if unrotated or (frequencies == 0).any():
         return replace(model, rotary_scale=math.sqrt(factor))
     return replace(model, attention_scale=model.attention_scale * factor)
 
@@ -177,7 +179,9 @@ def _joins_experts(architecture: str) -> bool:
     return not callable(names) and names.joined_gate_up is not None
 
 
-def _inventory(inventory: Inventory, path: Path, files: ExitStack, open_file: OpenFile) -> Inventory:
+def _inventory(
+    inventory: Inventory, architecture: Architecture, path: Path, files: ExitStack, open_file: OpenFile
+) -> Inventory:
     index_path = path / "model.safetensors.index.json"
     if (path / "model.safetensors").exists() or not index_path.exists():
         names, promised = ["model.safetensors"], {}
@@ -199,7 +203,7 @@ def _inventory(inventory: Inventory, path: Path, files: ExitStack, open_file: Op
         file = opened[name]
         files.callback(file.close)
         for tensor, entry in entries.items():
-            inventory.add(tensor, file, entry.start, entry.shape, entry.dtype)
+            inventory.add(architecture.tensor_name(tensor), file, entry.start, entry.shape, entry.dtype)
     return inventory
 
 

@@ -35,7 +35,8 @@ def scaled_frequencies(
 ) -> NDArray[np.float32]:
     """Return the table [head_width / 2] of a config.json, from rope_theta and rope_scaling or rope_parameters.
 
-    A scaling "dynamic" with `alpha`, as Hunyuan's, changes only the base. Precedence and missing keys follow
+    A scaling "dynamic" changes frequencies beyond `max_position_embeddings` only, where no package goes, but with
+    `alpha`, as Hunyuan's, the base. Precedence and missing keys follow
     RotaryEmbeddingConfigMixin in transformers' modeling_rope_utils.py. Raises UserError for scaling that is not
     supported.
 
@@ -200,7 +201,8 @@ def _original_tokens(config: Record) -> int | None:
 def apply_scaling(
     frequencies: NDArray[np.float64], scaling: Record | None, theta: float, context_tokens: int = 0
 ) -> NDArray[np.float64]:
-    """Return frequencies after scaling by `rope_type` or `type`: default, linear, llama3, yarn, longrope, proportional.
+    """Return frequencies after scaling by `rope_type` or `type`: default, dynamic, linear, llama3, yarn, longrope,
+    proportional.
     Raises UserError for other kinds. context_tokens: the longest sequence
     """
     if scaling is None:
@@ -211,7 +213,7 @@ def apply_scaling(
     field, kind = _kind(scaling)
     if scaling.has("type") and scaling.text("type") != kind:
         scaling.fail("type", f"{quoted(scaling.text('type'))} contradicts rope_type, {quoted(kind)}")
-    if kind == "default":
+    if kind in ("default", "dynamic"):
         return frequencies
     if kind == "linear":
         return frequencies / scaling.number("factor", 1e-3, 1e6)
@@ -226,7 +228,7 @@ def apply_scaling(
         return np.where(np.arange(len(frequencies)) < pairs, frequencies / factor, 0.0)
     if kind in LONG:
         return frequencies / _longrope_divisors(scaling, len(frequencies), context_tokens)
-    scaling.fail(field, f"{quoted(kind)} is not supported; default, linear, llama3, yarn, longrope, {PROPORTIONAL} are")
+    scaling.fail(field, f"{quoted(kind)} is not supported; default, dynamic, linear, llama3, yarn, longrope, {PROPORTIONAL} are")
 
 
 def _longrope_divisors(scaling: Record, pairs: int, context_tokens: int) -> NDArray[np.float64]:

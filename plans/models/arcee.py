@@ -9,8 +9,8 @@ from dataclasses import replace
 from neuronpipe.plans.models.configuration import (
     GATED_DEFAULTS,
     GATED_NAMES,
+    biases,
     build_spec,
-    refuse_biases,
     sizes,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, named_activation
@@ -36,9 +36,6 @@ DEFAULTS = {
 
 
 def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
-    refuse_biases(config, has)
-    if config.boolean("attention_bias"):
-        config.fail("attention_bias", "is true, which means a bias of self_attn.o_proj as well: not supported")
     return build_spec(
         config,
         **sizes(config, choices),
@@ -47,6 +44,7 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
         norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
         activation=choices.activation or named_activation(config, "hidden_act", relu_may_mean_drelu=False),
         gated=False,
+        **biases(config, has),
     )
 
 

@@ -43,11 +43,11 @@ DEFAULTS = {
     "time_step_limit": None,
     "rope_theta": 10_000.0,
     "rope_parameters": None,
-    "partial_rotary_factor": 0.5,
     "attention_bias": False,
     "mlp_bias": False,
     "eos_token_id": 2,
 }
+ROTATED = {"partial_rotary_factor": 0.5}  # whatever a file says
 NAMES = replace(
     GATED_NAMES,
     output_norm="model.final_layernorm",
@@ -90,7 +90,12 @@ FAMILY = Family(
     name=NAME,
     architectures={
         "BambaForCausalLM": Architecture(
-            config_class="BambaConfig", defaults=DEFAULTS, read=_read, names=NAMES, partial_rotary=True
+            config_class="BambaConfig",
+            defaults=DEFAULTS,
+            read=_read,
+            names=NAMES,
+            partial_rotary=True,
+            constants=ROTATED,
         ),
     },
 )

@@ -76,11 +76,22 @@ GATED_DEFAULTS = {
 
 
 def context_tokens(config: Record, requested_tokens: int | None, key: str = "max_position_embeddings") -> int:
-    """Return the maximal number of positions of a sequence: the requested number, or the model's if it is None."""
+    """Return the maximal number of positions of a sequence: the requested number, or the model's if it is None. With
+    positions "longrope", which have another table beyond the original length, that length is the model's."""
     max_tokens = config.integer(key, 1, MAX.context_tokens)
     if requested_tokens is not None and not 1 <= requested_tokens <= max_tokens:
         config.fail(key, f"is {max_tokens}, so a context of {requested_tokens} tokens is impossible")
-    return requested_tokens or max_tokens
+    return requested_tokens or min(max_tokens, _tokens_of_short_table(config))
+
+
+def _tokens_of_short_table(config: Record) -> int:
+    """Return the length up to which the first of the two tables of "longrope" holds; without them no limit."""
+    original = "original_max_position_embeddings"
+    for field in ("rope_scaling", "rope_parameters"):
+        if config.has(field) and (scaling := config.record(field)).has("short_factor"):
+            place = next((record for record in (scaling, config) if record.has(original)), None)
+            return MAX.context_tokens if place is None else place.integer(original, 1, MAX.context_tokens)
+    return MAX.context_tokens
 
 
 def sliding_windows(
@@ -167,6 +178,18 @@ def threshold(config: Record, choices: Choices) -> float:
     return config.number("hidden_act_param", 0.0, MAX_THRESHOLD) if fat else 0.0
 
 
+def biases(config: Record, has: Callable[[str], bool]) -> dict[str, bool]:
+    """Return the fields of ModelSpec about biases that `attention_bias` and `mlp_bias` determine. Raises UserError if the
+    checkpoint has others."""
+    stated = []
+    for name, field in (("self_attn.o_proj", "attention_bias"), ("mlp.down_proj", "mlp_bias")):
+        stated.append(config.has(field) and config.boolean(field))
+        if not stated[-1] and has(f"model.layers.0.{name}.bias"):
+            config.fail(field, f"is not true, but the checkpoint has biases of {name}; say which is right")
+    attention_bias, ffn_bias = stated
+    return {"qkv_bias": attention_bias, "output_bias": attention_bias, "ffn_bias": ffn_bias}
+
+
 def refuse_biases(config: Record, has: Callable[[str], bool]) -> None:
     """Raise UserError if attention's output projection or the gated feed-forward has a bias."""
     for name, field in (("self_attn.o_proj", "attention_bias"), ("mlp.down_proj", "mlp_bias")):
@@ -183,7 +206,9 @@ def gated_model(
     family: str,
     activation: Activation,
     windows: list[int],
-    qkv_bias: bool,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    ffn_bias: bool = False,
     head_norm: bool = False,
     joint_norm: bool = False,
     norm_after_rotation: bool = False,
@@ -220,6 +245,8 @@ def gated_model(
         activation=activation,
         activation_threshold=threshold(config, choices),
         qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        ffn_bias=ffn_bias,
     )
 
 

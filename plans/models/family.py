@@ -145,7 +145,9 @@ class Architecture:
     part: the key under which config.json has the configuration of the language model, which lies beside others: its
         tensors have names like language_model.model.norm or model.language_model.norm; None: it has nothing else
     renamed: keys of config.json that this class calls otherwise than others do -> their names in others
+    renamed_tensors: regular expressions of names of tensors -> the names that the family has for them
     extra_layers: the key of the number of layers behind the last one, which predict further tokens and are left out
+    constants: keys whose values the class sets, whatever config.json says
     """
 
     config_class: str
@@ -160,18 +162,26 @@ class Architecture:
     local_theta: float | None = None
     part: str | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
+    renamed_tensors: Mapping[str, str] = field(default_factory=dict)
     extra_layers: str | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
     def language_part(self, config: Record) -> Record:
         """Return the configuration of the language model in a config.json, with the defaults of its class."""
-        if renamed := {name: other for name, other in self.renamed.items() if config.has(name)}:
-            values = {other: config.value(name) for name, other in renamed.items()}
-            config = Record({name: config.value(name) for name in config.names()} | values, config.where)
+        renamed = {name: other for name, other in self.renamed.items() if config.has(name)}
+        if values := {other: config.value(name) for name, other in renamed.items()} | self.constants:
+            config = config.replaced(values)
         if self.part is None:
             return config.over(self.defaults, self.config_class)
         tied = "tie_word_embeddings"
         defaults = {**self.defaults, **({tied: config.value(tied)} if config.has(tied) else {})}
         return config.record(self.part).over(defaults, self.config_class)
+
+    def tensor_name(self, stored: str) -> str:
+        """Return the family's name of a tensor of a source."""
+        for pattern, name in self.renamed_tensors.items():
+            stored = re.sub(pattern, name, stored)
+        return stored
 
     def is_interleaved(self, config: Record) -> bool:
         return self.interleaved(config) if callable(self.interleaved) else self.interleaved

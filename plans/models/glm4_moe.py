@@ -12,6 +12,7 @@ from dataclasses import replace
 from neuronpipe.plans.models.configuration import (
     EXPERT_NAMES,
     GATED_DEFAULTS,
+    biases,
     gated_activation,
     gated_model,
     sliding_windows,
@@ -84,21 +85,19 @@ def _glm(config: Record, has: Has, choices: Choices) -> ModelSpec:
         has,
         choices,
         windows=[0] * config.integer("num_hidden_layers", 1, MAX.layers),
-        qkv_bias=config.boolean("attention_bias"),
+        bias={"qkv_bias": config.boolean("attention_bias")},
         head_norm=config.boolean("use_qk_norm"),
     )
 
 
 def _dots(config: Record, has: Has, choices: Choices) -> ModelSpec:
-    if config.boolean("attention_bias"):
-        config.fail("attention_bias", "is true, which means a bias of self_attn.o_proj as well: not supported")
     first = config.integer("max_window_layers", 0, MAX.layers)
     windows = sliding_windows(config, first_layer=first, reads_layer_types=True)
-    return _model(config, has, choices, windows=windows, qkv_bias=False, head_norm=True)
+    return _model(config, has, choices, windows=windows, bias=biases(config, has), head_norm=True)
 
 
 def _model(
-    config: Record, has: Has, choices: Choices, *, windows: list[int], qkv_bias: bool, head_norm: bool
+    config: Record, has: Has, choices: Choices, *, windows: list[int], bias: dict[str, bool], head_norm: bool
 ) -> ModelSpec:
     return gated_model(
         config,
@@ -106,7 +105,7 @@ def _model(
         family=NAME,
         activation=gated_activation(config, has, choices.activation),
         windows=windows,
-        qkv_bias=qkv_bias,
+        **bias,
         head_norm=head_norm,
         neurons="moe_intermediate_size",
         mixture=deepseek_mixture(config),

@@ -85,7 +85,7 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
     )
     if not config.has("layer_types"):
         kinds = [FULL if layer % 2 else SLIDING for layer in range(layers)]
-        config = config.over({"layer_types": kinds}, "GptOssConfig")
+        config = config.replaced({"layer_types": kinds})
     return build_spec(
         config,
         **sizes(config, choices),

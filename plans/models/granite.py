@@ -10,9 +10,9 @@ from dataclasses import replace
 from neuronpipe.plans.models.configuration import (
     GATED_HARMLESS,
     GATED_NAMES,
+    biases,
     gated_activation,
     gated_model,
-    refuse_biases,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.llama import LLAMA_DEFAULTS
@@ -49,7 +49,6 @@ MOE_NAMES = replace(
 
 
 def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
-    refuse_biases(config, has)
     return _model(config, has, choices, None)
 
 
@@ -59,16 +58,14 @@ def _read_moe(config: Record, has: Callable[[str], bool], choices: Choices) -> M
 
 
 def _model(config: Record, has: Callable[[str], bool], choices: Choices, mixture: Mixture | None) -> ModelSpec:
-    if config.boolean("attention_bias"):
-        config.fail("attention_bias", "is true: not supported in this class")
     model = gated_model(
         config,
         choices,
         family=NAME,
         activation=gated_activation(config, has, choices.activation),
         windows=[0] * config.integer("num_hidden_layers", 1, MAX.layers),
-        qkv_bias=False,
         mixture=mixture,
+        **biases(config, has),
     )
 
     return with_factors(config, model)

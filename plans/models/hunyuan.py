@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from neuronpipe.plans.models.configuration import EXPERT_NAMES, GATED_DEFAULTS, gated_activation, gated_model
+from neuronpipe.plans.models.configuration import (
+    EXPERT_NAMES,
+    GATED_DEFAULTS,
+    biases,
+    gated_activation,
+    gated_model,
+)
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.mixture_configuration import Mixture
 from neuronpipe.plans.models.spec import MAX, ModelSpec
@@ -41,8 +47,6 @@ NAMES = replace(
 
 
 def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
-    if config.boolean("attention_bias"):
-        config.fail("attention_bias", "is true: biases of attention are not supported in this class")
     experts = _uniform(config, "num_experts", 2, MAX.experts)
     return gated_model(
         config,
@@ -50,7 +54,7 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
         family=NAME,
         activation=gated_activation(config, has, choices.activation),
         windows=[0] * config.integer("num_hidden_layers", 1, MAX.layers),
-        qkv_bias=False,
+        **biases(config, has),
         head_norm=True,
         norm_after_rotation=True,
         mixture=Mixture(experts, _uniform(config, "moe_topk", 1, experts), shared_experts=1),

@@ -120,7 +120,8 @@ def _read(config: Record, has: Has, choices: Choices) -> ModelSpec:
         context_tokens=context_tokens(config, choices.context_tokens, "model_max_length"),
         norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
         activation=gated_activation(config, has, choices.activation),
-        tied_embeddings=config.boolean("tie_word_embeddings"),
+        # The class never ties its output to the embedding.
+        tied_embeddings=config.boolean("tie_word_embeddings") and not has("lm_head.weight"),
     )
 
 
@@ -206,6 +207,8 @@ FAMILY = Family(
             names=_names,
             harmless=GATED_HARMLESS,
             renamed=RENAMED,
+            # transformers saves the feed-forwards of dense layers under the name of mixtures
+            renamed_tensors={r"block_sparse_moe\.(gate|up|down)_proj": r"mlp.\1_proj"},
             extra_layers=MTP_LAYERS,
         )
     },

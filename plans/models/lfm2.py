@@ -20,7 +20,7 @@ NAME = "lfm2"
 MIXERS: dict[str, Mixer] = {"conv": "convolution", FULL: "attention"}
 Has = Callable[[str], bool]
 
-# Lfm2Config in transformers/models/lfm2/configuration_lfm2.py. tie_embedding: an older name. The class has no
+# Lfm2Config in transformers/models/lfm2/configuration_lfm2.py. tie_embedding, block_ff_dim: older names. The class has no
 # hidden_act, and published files do not state it: its feed-forward is SiLU.
 DEFAULTS = {
     "hidden_act": "silu",
@@ -38,6 +38,7 @@ DEFAULTS = {
     "rope_parameters": None,
     "conv_bias": False,
     "conv_L_cache": 3,
+    "block_ff_dim": None,
     "block_multiple_of": 256,
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": True,
@@ -90,7 +91,8 @@ MOE_NAMES = replace(
 
 def _neurons(config: Record) -> int:
     """Return the number of neurons, which a configuration may state before it is reduced and rounded up."""
-    neurons = config.integer("intermediate_size", 1, MAX.neurons)
+    older = "block_ff_dim"
+    neurons = config.integer(older if config.has(older) else "intermediate_size", 1, MAX.neurons)
     if not config.boolean("block_auto_adjust_ff_dim"):
         return neurons
     neurons = 2 * neurons // 3

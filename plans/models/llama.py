@@ -15,6 +15,7 @@ from neuronpipe.plans.models.configuration import (
     GATED_HARMLESS,
     GATED_NAMES,
     PREDICTOR,
+    biases,
     gated_activation,
     gated_model,
     refuse_biases,
@@ -31,15 +32,16 @@ Has = Callable[[str], bool]
 
 
 def _llama(config: Record, has: Has, choices: Choices) -> ModelSpec:
-    refuse_biases(config, has)
-    biased = config.has("attention_bias") and config.boolean("attention_bias")
-    if not biased and has("model.layers.0.self_attn.q_proj.bias"):
+    stated = biases(config, has)
+    if not stated["qkv_bias"] and has("model.layers.0.self_attn.q_proj.bias"):
         config.fail(
             "attention_bias", "is not true, but the checkpoint has biases of self_attn.q_proj; say which is right"
         )
+    # Some converted models have no bias of o_proj; transformers makes up zeros.
+    stated["output_bias"] &= has("model.layers.0.self_attn.o_proj.bias")
     windows = [0] * config.integer("num_hidden_layers", 1, MAX.layers)
     activation = gated_activation(config, has, choices.activation)
-    return gated_model(config, choices, family=NAME, activation=activation, windows=windows, qkv_bias=biased)
+    return gated_model(config, choices, family=NAME, activation=activation, windows=windows, **stated)
 
 
 def _mistral(config: Record, has: Has, choices: Choices) -> ModelSpec:

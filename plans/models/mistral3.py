@@ -34,6 +34,15 @@ MINISTRAL3_DEFAULTS = {
     "max_position_embeddings": 262_144,
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        ORIGINAL: 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
 }
 # The text configuration of Mistral3Config in transformers/models/mistral3/configuration_mistral3.py. Without a word
 # about it, the output is tied if the checkpoint has none.
@@ -44,6 +53,7 @@ MISTRAL3_DEFAULTS = {
     "num_hidden_layers": 40,
     "max_position_embeddings": 131_072,
     "rope_theta": 1_000_000_000.0,
+    "rope_parameters": None,
     "tie_word_embeddings": None,
 }
 
@@ -52,9 +62,7 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
     refuse_biases(config, has)
     if not config.has("tie_word_embeddings"):
         is_tied = not any(map(has, ("lm_head.weight", "language_model.lm_head.weight")))
-        config = Record(
-            {**{name: config.value(name) for name in config.names()}, "tie_word_embeddings": is_tied}, config.where
-        )
+        config = config.replaced({"tie_word_embeddings": is_tied})
     return gated_model(
         config,
         _within_original(config, choices),

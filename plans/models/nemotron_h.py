@@ -28,6 +28,7 @@ from neuronpipe.protocol.errors import quoted
 
 NAME = "nemotron_h"
 Has = Callable[[str], bool]
+PATTERN_KEY = "hybrid_override_pattern"
 PATTERN = {"M": "mamba2", "*": "attention", "E": "experts", "-": "dense"}
 MIXERS: dict[str, Mixer] = {"mamba2": "mamba2", "attention": "attention"}
 BLOCKS = {
@@ -44,9 +45,9 @@ BLOCKS = {
 DEFAULTS = {
     "vocab_size": 131_072,
     "hidden_size": 4096,
-    "layers_block_type": None,
+    "layers_block_type": ["linear_attention", "moe", FULL, "mlp"],
     "layer_types": None,
-    "hybrid_override_pattern": None,
+    PATTERN_KEY: None,
     "tie_word_embeddings": False,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -83,6 +84,15 @@ DEFAULTS = {
 }
 
 
+# Keys of older files, by which the class replaces the others.
+RENAMED = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_conv_bias": "use_conv_bias",
+}
+
+
 class Layer(NamedTuple):
     """A layer that is made of one or two blocks.
 
@@ -96,8 +106,9 @@ class Layer(NamedTuple):
 
 
 def _blocks(config: Record) -> list[str]:
-    key = next((key for key in ("layers_block_type", "layer_types") if config.has(key)), "hybrid_override_pattern")
-    table = PATTERN if key == "hybrid_override_pattern" else BLOCKS
+    stated = [key for key in ("layers_block_type", "layer_types", PATTERN_KEY) if config.value(key) is not None]
+    key = next((key for key in stated if key in config.names()), stated[0])
+    table = PATTERN if key == PATTERN_KEY else BLOCKS
     listed = list(config.text(key)) if table is PATTERN else config.items(key)
     if not 1 <= len(listed) <= MAX.layers or not all(isinstance(name, str) and name in table for name in listed):
         config.fail(key, f"{quoted(listed)} is no list of {', '.join(table)}")
@@ -160,6 +171,8 @@ def _read(config: Record, has: Has, choices: Choices) -> ModelSpec:
     is_mixture = "experts" in blocks
     neurons = "moe_intermediate_size" if is_mixture else "intermediate_size"
     of_sizes = sizes(config, choices, neurons)
+    # The class never ties its output to the embedding.
+    of_sizes["tied_embeddings"] &= not has("lm_head.weight")
     wide = config.integer("intermediate_size", 1, MAX.neurons)
     dense_parts = -(-wide // of_sizes["neurons"]) if is_mixture else 0
     return build_spec(
@@ -182,9 +195,8 @@ def _read(config: Record, has: Has, choices: Choices) -> ModelSpec:
 
 
 def _mixture(config: Record, neurons: int) -> dict[str, object]:
-    shared = 0
-    if config.has("n_shared_experts") and config.integer("n_shared_experts", 0, MAX.experts):
-        shared = -(-config.integer("moe_shared_expert_intermediate_size", 1, MAX.neurons) // neurons)
+    # The class has shared experts of this width whatever n_shared_experts says.
+    shared = -(-config.integer("moe_shared_expert_intermediate_size", 1, MAX.neurons) // neurons)
     return deepseek_mixture(config)._replace(shared_experts=shared)._asdict()
 
 
@@ -206,7 +218,12 @@ FAMILY = Family(
     name=NAME,
     architectures={
         "NemotronHForCausalLM": Architecture(
-            config_class="NemotronHConfig", defaults=DEFAULTS, read=_read, names=_names, harmless=r"mtp\..*"
+            config_class="NemotronHConfig",
+            defaults=DEFAULTS,
+            read=_read,
+            names=_names,
+            harmless=r"mtp\..*",
+            renamed=RENAMED,
         ),
     },
     gguf=dict.fromkeys(

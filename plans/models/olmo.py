@@ -8,9 +8,9 @@ from dataclasses import replace
 from neuronpipe.plans.models.configuration import (
     GATED_DEFAULTS,
     GATED_NAMES,
+    biases,
     build_spec,
     gated_activation,
-    refuse_biases,
     sizes,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
@@ -39,9 +39,6 @@ def clip_limit(config: Record) -> float:
 
 
 def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
-    refuse_biases(config, has)
-    if config.boolean("attention_bias"):
-        config.fail("attention_bias", "is true: not supported in this class")
     return build_spec(
         config,
         **sizes(config, choices),
@@ -51,6 +48,7 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
         norm_epsilon=EPSILON,
         activation=gated_activation(config, has, choices.activation),
         qkv_limit=clip_limit(config),
+        **biases(config, has),
     )
 
 

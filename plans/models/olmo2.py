@@ -12,9 +12,9 @@ from dataclasses import replace
 from neuronpipe.plans.models.configuration import (
     GATED_DEFAULTS,
     GATED_NAMES,
+    biases,
     gated_activation,
     gated_model,
-    refuse_biases,
     sliding_windows,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
@@ -61,19 +61,16 @@ def _olmo3(config: Record, has: Has, choices: Choices) -> ModelSpec:
 def _model(
     config: Record, has: Has, choices: Choices, windows: list[int], local_positions: list[bool] | None = None
 ) -> ModelSpec:
-    refuse_biases(config, has)
-    if config.boolean("attention_bias"):
-        config.fail("attention_bias", "is true: not supported in this class")
     return gated_model(
         config,
         choices,
         family=NAME,
         activation=gated_activation(config, has, choices.activation),
         windows=windows,
-        qkv_bias=False,
         joint_norm=True,
         norms="after",
         local_positions=local_positions,
+        **biases(config, has),
     )
 
 

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from neuronpipe.plans.models.configuration import EXPERT_NAMES, GATED_DEFAULTS, gated_activation, gated_model
+from neuronpipe.plans.models.configuration import (
+    EXPERT_NAMES,
+    GATED_DEFAULTS,
+    biases,
+    gated_activation,
+    gated_model,
+)
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.mixtral import NAMES as MIXTRAL_NAMES
 from neuronpipe.plans.models.mixture_configuration import Mixture
@@ -58,8 +64,6 @@ MINIMAX_NAMES = replace(MIXTRAL_NAMES, choosing_bias="block_sparse_moe.e_score_c
 
 
 def _olmoe(config: Record, has: Has, choices: Choices) -> ModelSpec:
-    if config.boolean("attention_bias"):
-        config.fail("attention_bias", "is true: biases of attention are not supported in this class")
     experts = config.integer("num_experts", 2, MAX.experts)
     mixture = Mixture(
         experts,
@@ -82,10 +86,10 @@ def _model(config: Record, has: Has, choices: Choices, mixture: Mixture, qkv_lim
         family=NAME,
         activation=gated_activation(config, has, choices.activation),
         windows=[0] * config.integer("num_hidden_layers", 1, MAX.layers),
-        qkv_bias=False,
         joint_norm=True,
         mixture=mixture,
         further={"qkv_limit": qkv_limit},
+        **biases(config, has),
     )
 
 

@@ -66,24 +66,10 @@ PHIMOE_DEFAULTS = {
 PHI3_NAMES = replace(GATED_NAMES, query_key_value="self_attn.qkv_proj", gate_up="mlp.gate_up_proj", predictor=None)
 
 
-def _within_original(config: Record, choices: Choices) -> Choices:
-    """Return the choices with the original length as the context, if another table of positions holds beyond it."""
-    for field in ("rope_scaling", "rope_parameters"):
-        if not config.has(field):
-            continue
-        scaling = config.record(field)
-        if scaling.has("short_factor") and choices.context_tokens is None:
-            place = scaling if scaling.has("original_max_position_embeddings") else config
-            original = place.integer("original_max_position_embeddings", 1, MAX.context_tokens)
-            longest = config.integer("max_position_embeddings", 1, MAX.context_tokens)
-            return choices._replace(context_tokens=min(original, longest))
-    return choices
-
-
 def _phi3(config: Record, has: Has, choices: Choices) -> ModelSpec:
     return gated_model(
         config,
-        _within_original(config, choices),
+        choices,
         family=NAME,
         activation=gated_activation(config, has, choices.activation),
         windows=sliding_windows(config, reads_layer_types=False),
@@ -95,7 +81,7 @@ def _phimoe(config: Record, has: Has, choices: Choices) -> ModelSpec:
     biased, experts = config.boolean("attention_bias"), config.integer("num_local_experts", 2, MAX.experts)
     return build_spec(
         config,
-        **sizes(config, _within_original(config, choices)),
+        **sizes(config, choices),
         family=NAME,
         experts=experts,
         experts_per_token=2,  # the class always takes two, whatever num_experts_per_tok says

@@ -11,11 +11,14 @@ from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import (
     EXPERT_NAMES,
+    FULL,
     GATED_DEFAULTS,
     GATED_NAMES,
+    SLIDING,
+    biases,
     gated_activation,
     gated_model,
-    refuse_biases,
+    sliding_windows,
     windows_of_qwen,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
@@ -43,17 +46,14 @@ DEFAULTS = {
 
 
 def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
-    refuse_biases(config, has)
-    if config.has("attention_bias") and config.boolean("attention_bias"):
-        config.fail("attention_bias", "is true, which means a bias of self_attn.o_proj as well: not supported")
     return gated_model(
         config,
         choices,
         family=NAME,
         activation=gated_activation(config, has, choices.activation),
         windows=windows_of_qwen(config),
-        qkv_bias=False,
         head_norm=True,
+        **biases(config, has),
     )
 
 
@@ -91,17 +91,40 @@ QWEN2_MOE_DEFAULTS = {
 
 
 def _read_moe(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
-    if config.has("attention_bias") and config.boolean("attention_bias"):
-        config.fail("attention_bias", "is true: biases of attention are not supported in this class")
-    return _mixture(config, has, choices, qkv_bias=False, head_norm=True)
+    return _mixture(config, has, choices, windows=_windows(config), bias=biases(config, has), head_norm=True)
 
 
 def _read_qwen2_moe(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
     shared, of_expert = (
         config.integer(key, 1, MAX.neurons) for key in ("shared_expert_intermediate_size", "moe_intermediate_size")
     )
-    qkv_bias = config.boolean("qkv_bias")
-    return _mixture(config, has, choices, qkv_bias=qkv_bias, head_norm=False, shared_experts=-(-shared // of_expert))
+    return _mixture(
+        config,
+        has,
+        choices,
+        windows=_windows_of_qwen2(config),
+        bias={"qkv_bias": config.boolean("qkv_bias")},
+        head_norm=False,
+        shared_experts=-(-shared // of_expert),
+    )
+
+
+def _windows(config: Record) -> list[int]:
+    """Return the window of each layer of a Qwen3 mixture, which all have the same."""
+    has_windows = config.boolean("use_sliding_window")
+    return sliding_windows(config if has_windows else config.replaced({"sliding_window": None}), reads_layer_types=False)
+
+
+def _windows_of_qwen2(config: Record) -> list[int]:
+    """Return the window of each layer of a Qwen2 mixture: if layer_types does not say otherwise, every second layer up
+    to `max_window_layers` has one."""
+    layers = config.integer("num_hidden_layers", 1, MAX.layers)
+    if not config.boolean("use_sliding_window"):
+        return [0] * layers
+    last = config.integer("max_window_layers", 0, MAX.layers)
+    usual = [SLIDING if layer % 2 == 0 and layer < last else FULL for layer in range(layers)]
+    config = config if config.has("layer_types") else config.replaced({"layer_types": usual})
+    return sliding_windows(config, reads_layer_types=True)
 
 
 def _mixture(
@@ -109,20 +132,19 @@ def _mixture(
     has: Callable[[str], bool],
     choices: Choices,
     *,
-    qkv_bias: bool,
+    windows: list[int],
+    bias: dict[str, bool],
     head_norm: bool,
     shared_experts: int = 0,
 ) -> ModelSpec:
-    if config.has("use_sliding_window") and config.boolean("use_sliding_window"):
-        config.fail("use_sliding_window", "is true: attention windows are not supported in this class")
     experts, layers = config.integer("num_experts", 2, MAX.experts), qwen_layers(config)
     return gated_model(
         config,
         choices,
         family=NAME,
         activation=gated_activation(config, has, choices.activation),
-        windows=[0] * len(layers),
-        qkv_bias=qkv_bias,
+        windows=windows,
+        **bias,
         head_norm=head_norm,
         neurons="moe_intermediate_size",
         mixture=Mixture(
@@ -146,7 +168,11 @@ FAMILY = Family(
             names=GATED_NAMES,
         ),
         "Qwen3MoeForCausalLM": Architecture(
-            config_class="Qwen3MoeConfig", defaults=MOE_DEFAULTS, read=_read_moe, names=MOE_NAMES
+            config_class="Qwen3MoeConfig",
+            defaults=MOE_DEFAULTS,
+            read=_read_moe,
+            names=MOE_NAMES,
+            renamed={"num_local_experts": "num_experts"},  # transformers 5 writes the former
         ),
         "Qwen2MoeForCausalLM": Architecture(
             config_class="Qwen2MoeConfig", defaults=QWEN2_MOE_DEFAULTS, read=_read_qwen2_moe, names=MOE_NAMES

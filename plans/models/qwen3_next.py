@@ -29,7 +29,7 @@ from neuronpipe.plans.strict_json import Record
 
 NAME = "qwen3_next"
 MIXERS: dict[str, Mixer] = {"linear_attention": "deltanet", FULL: "attention"}
-FULL_LAYER_EVERY = 4
+INTERVAL = "full_attention_interval"  # each layer of this number has attention, unless layer_types says otherwise
 Has = Callable[[str], bool]
 
 # Qwen3NextConfig in transformers/models/qwen3_next/configuration_qwen3_next.py.
@@ -62,6 +62,7 @@ DEFAULTS = {
     "norm_topk_prob": True,
     "mlp_only_layers": None,
     "layer_types": None,
+    INTERVAL: 4,
     "eos_token_id": None,
 }
 # Qwen3_5TextConfig in transformers/models/qwen3_5/configuration_qwen3_5.py.
@@ -134,7 +135,7 @@ def _model(config: Record, has: Has, choices: Choices, **mixture: Any) -> ModelS
     refuse_biases(config, has)
     if config.boolean("attention_bias"):
         config.fail("attention_bias", "is true: not supported in this class")
-    mixers = layer_mixers(config, MIXERS, full_layer_every=FULL_LAYER_EVERY)
+    mixers = layer_mixers(config, MIXERS, full_layer_every=config.integer(INTERVAL, 1, MAX.layers))
     recurrent = {
         "state_heads": config.integer("linear_num_value_heads", 1, MAX.query_heads),
         "state_key_heads": config.integer("linear_num_key_heads", 1, MAX.query_heads),

@@ -9,9 +9,11 @@ from neuronpipe.plans.models.configuration import (
     GATED_DEFAULTS,
     GATED_HARMLESS,
     GATED_NAMES,
+    SLIDING,
+    biases,
     gated_activation,
     gated_model,
-    refuse_biases,
+    sliding_windows,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.spec import MAX, ModelSpec
@@ -44,22 +46,27 @@ DEFAULTS = {
 
 
 def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
-    refuse_biases(config, has)
-    for field in ("attention_bias", "use_sliding_window"):
-        if config.boolean(field):
-            config.fail(field, "is true: not supported in this class")
-    if config.has("layer_types") and set(config.items("layer_types")) != {FULL}:
-        config.fail("layer_types", f"names other layers than {FULL}: not supported in this class")
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
+    rotary = _rotary(config, layers)
     return gated_model(
         config,
         choices,
         family=NAME,
         activation=gated_activation(config, has, choices.activation),
-        windows=[0] * layers,
-        rotary=_rotary(config, layers),
-        qkv_bias=False,
+        windows=_windows(config, rotary),
+        rotary=rotary,
+        **biases(config, has),
     )
+
+
+def _windows(config: Record, rotary: list[bool]) -> list[int]:
+    """Return the window of each layer: with `use_sliding_window` the layers without positions have one, unless
+    layer_types says otherwise."""
+    if not config.boolean("use_sliding_window"):
+        return [0] * len(rotary)
+    usual = [FULL if rotates else SLIDING for rotates in rotary]
+    config = config if config.has("layer_types") else config.replaced({"layer_types": usual})
+    return sliding_windows(config, reads_layer_types=True)
 
 
 def _rotary(config: Record, layers: int) -> list[bool]:
