@@ -211,7 +211,7 @@ def apply_scaling(
         if isinstance(scaling.value(name), dict):
             scaling.fail(name, "positions that differ between kinds of layers are not supported")
     field, kind = _kind(scaling)
-    if scaling.has("type") and scaling.text("type") != kind:
+    if scaling.has("type") and scaling.text("type") != kind and not {kind, scaling.text("type")} <= {*LONG}:
         scaling.fail("type", f"{quoted(scaling.text('type'))} contradicts rope_type, {quoted(kind)}")
     if kind in ("default", "dynamic"):
         return frequencies
@@ -228,7 +228,9 @@ def apply_scaling(
         return np.where(np.arange(len(frequencies)) < pairs, frequencies / factor, 0.0)
     if kind in LONG:
         return frequencies / _longrope_divisors(scaling, len(frequencies), context_tokens)
-    scaling.fail(field, f"{quoted(kind)} is not supported; default, dynamic, linear, llama3, yarn, longrope, {PROPORTIONAL} are")
+    scaling.fail(
+        field, f"{quoted(kind)} is not supported; default, dynamic, linear, llama3, yarn, longrope, {PROPORTIONAL} are"
+    )
 
 
 def _longrope_divisors(scaling: Record, pairs: int, context_tokens: int) -> NDArray[np.float64]:

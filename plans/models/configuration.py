@@ -179,8 +179,8 @@ def threshold(config: Record, choices: Choices) -> float:
 
 
 def biases(config: Record, has: Callable[[str], bool]) -> dict[str, bool]:
-    """Return the fields of ModelSpec about biases that `attention_bias` and `mlp_bias` determine. Raises UserError if the
-    checkpoint has others."""
+    """Return the fields of ModelSpec about biases that `attention_bias` and `mlp_bias` determine. Raises UserError if
+    the checkpoint has others."""
     stated = []
     for name, field in (("self_attn.o_proj", "attention_bias"), ("mlp.down_proj", "mlp_bias")):
         stated.append(config.has(field) and config.boolean(field))

@@ -174,8 +174,10 @@ class Architecture:
         if self.part is None:
             return config.over(self.defaults, self.config_class)
         tied = "tie_word_embeddings"
-        defaults = {**self.defaults, **({tied: config.value(tied)} if config.has(tied) else {})}
-        return config.record(self.part).over(defaults, self.config_class)
+        part = config.record(self.part)
+        if config.has(tied):  # of the whole model, whatever its part says
+            part = part.replaced({tied: config.value(tied)})
+        return part.over(self.defaults, self.config_class)
 
     def tensor_name(self, stored: str) -> str:
         """Return the family's name of a tensor of a source."""

@@ -123,7 +123,7 @@ def _layers_by_number(overrides: Record, kinds: list[LayerKind]) -> list[LayerKi
     """Return the layers with the heads that `per_layer_config` states. Raises UserError if it states anything else."""
     width, key_heads = "head_dim", "num_key_value_heads"
     for name in overrides.names():
-        if name not in map(str, range(len(kinds))):
+        if not name.isdecimal() or int(name) >= len(kinds):  # transformers pads numbers with zeros
             overrides.fail(name, f"is no layer of {len(kinds)}")
         layer = overrides.record(name)
         for key in layer.names():

@@ -20,8 +20,8 @@ NAME = "lfm2"
 MIXERS: dict[str, Mixer] = {"conv": "convolution", FULL: "attention"}
 Has = Callable[[str], bool]
 
-# Lfm2Config in transformers/models/lfm2/configuration_lfm2.py. tie_embedding, block_ff_dim: older names. The class has no
-# hidden_act, and published files do not state it: its feed-forward is SiLU.
+# Lfm2Config in transformers/models/lfm2/configuration_lfm2.py. tie_embedding, block_ff_dim: older names. The class
+# has no hidden_act, and published files do not state it: its feed-forward is SiLU.
 DEFAULTS = {
     "hidden_act": "silu",
     "vocab_size": 65536,

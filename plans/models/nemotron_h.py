@@ -40,12 +40,14 @@ BLOCKS = {
     "mlp": "dense",
 }
 
+DEFAULT_BLOCKS = ["mamba2", "experts", "attention", "dense"]
+
 # NemotronHConfig in transformers/models/nemotron_h/configuration_nemotron_h.py. hybrid_override_pattern: an older form
 # of the list of blocks.
 DEFAULTS = {
     "vocab_size": 131_072,
     "hidden_size": 4096,
-    "layers_block_type": ["linear_attention", "moe", FULL, "mlp"],
+    "layers_block_type": None,
     "layer_types": None,
     PATTERN_KEY: None,
     "tie_word_embeddings": False,
@@ -106,8 +108,10 @@ class Layer(NamedTuple):
 
 
 def _blocks(config: Record) -> list[str]:
-    stated = [key for key in ("layers_block_type", "layer_types", PATTERN_KEY) if config.value(key) is not None]
-    key = next((key for key in stated if key in config.names()), stated[0])
+    keys = ("layers_block_type", "layer_types", PATTERN_KEY)
+    key = next((key for key in keys if key in config.names() and config.has(key)), None)
+    if key is None:
+        return DEFAULT_BLOCKS
     table = PATTERN if key == PATTERN_KEY else BLOCKS
     listed = list(config.text(key)) if table is PATTERN else config.items(key)
     if not 1 <= len(listed) <= MAX.layers or not all(isinstance(name, str) and name in table for name in listed):

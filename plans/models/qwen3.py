@@ -112,7 +112,9 @@ def _read_qwen2_moe(config: Record, has: Callable[[str], bool], choices: Choices
 def _windows(config: Record) -> list[int]:
     """Return the window of each layer of a Qwen3 mixture, which all have the same."""
     has_windows = config.boolean("use_sliding_window")
-    return sliding_windows(config if has_windows else config.replaced({"sliding_window": None}), reads_layer_types=False)
+    return sliding_windows(
+        config if has_windows else config.replaced({"sliding_window": None}), reads_layer_types=False
+    )
 
 
 def _windows_of_qwen2(config: Record) -> list[int]:

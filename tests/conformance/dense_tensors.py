@@ -89,6 +89,8 @@ def llama_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
             for projection in ("q", "k"):
                 yield made(f"{name}.self_attn.{projection}_norm.weight", (recipe.head_width,), 0.3, 1.2)
         yield made(f"{name}.self_attn.o_proj.weight", (width, heads_width), 0.5 * heads_width**-0.5)
+        if recipe.bias and recipe.config.get("attention_bias"):
+            yield made(f"{name}.self_attn.o_proj.bias", (width,), 0.3)
         yield made(f"{name}.post_attention_layernorm.weight", (width,), 0.1, 1.0)
         router, expert, (gate, up, down) = EXPERT_NAMES.get(recipe.architecture, ("", "mlp.", GATED))
         if recipe.experts:
@@ -99,6 +101,9 @@ def llama_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
                 yield made(f"{ffn}{gate}.weight", (neurons, width), width**-0.5)
             yield made(f"{ffn}{up}.weight", (neurons, width), width**-0.5)
             yield made(f"{ffn}{down}.weight", (width, neurons), 0.5 * neurons**-0.5)
+            if recipe.config.get("mlp_bias"):
+                for part, rows in ((gate, neurons), (up, neurons), (down, width)):
+                    yield made(f"{ffn}{part}.bias", (rows,), 0.3)
     yield made("model.norm.weight", (width,), 0.1, 1.0)
     if not recipe.tied:
         yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)

@@ -135,6 +135,13 @@ RECIPES = {
                 "norm_topk_prob": True,
             },
         ),
+        Recipe(  # as transformers 5 writes the number of experts
+            "qwen3moe windows", "Qwen3MoeForCausalLM", "silu", 96, 90, 3, 3, 1, 32, experts=7, tied=True,
+            config={
+                "num_local_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 90,
+                "use_sliding_window": True, "sliding_window": 9, "norm_topk_prob": False,
+            },
+        ),
         Recipe(
             "smallthinker", "SmallThinkerForCausalLM", "relu", 96, 150, 4, 3, 1, 32, experts=7, tied=True,
             config={
@@ -184,6 +191,27 @@ RECIPES = {
             "smollm3", "SmolLM3ForCausalLM", "silu", 128, 200, 5, 4, 1, 32, tied=True,
             config={"rope_theta": 50_000.0, "pad_token_id": None},
         ),
+        Recipe(  # YaRN's factor concerns the layers with positions alone; those without have windows
+            "smollm3 yarn", "SmolLM3ForCausalLM", "silu", 128, 200, 5, 4, 1, 32, tied=True,
+            config={
+                "rope_theta": 5_000.0, "pad_token_id": None, "use_sliding_window": True, "sliding_window": 9,
+                "rope_scaling": {"rope_type": "yarn", "factor": 6.0, "original_max_position_embeddings": 16},
+            },
+        ),
+        Recipe(
+            "longrope", "LlamaForCausalLM", "silu", 96, 150, 2, 4, 2, 24,
+            config={
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {
+                    "rope_type": "longrope", "short_factor": [1 + 0.25 * n for n in range(12)],
+                    "long_factor": [2.0 + n for n in range(12)],
+                },
+            },
+        ),
+        Recipe(
+            "biases", "LlamaForCausalLM", "silu", 128, 200, 2, 4, 2, 32, bias=True, dtype="BF16",
+            config={"attention_bias": True, "mlp_bias": True},
+        ),
         Recipe(
             "granite", "GraniteForCausalLM", "silu", 128, 200, 3, 4, 2, 32, tied=True, dtype="BF16",
             config={
@@ -227,6 +255,14 @@ RECIPES = {
                 "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
                 "shared_expert_intermediate_size": 200, "intermediate_size": 777, "norm_topk_prob": False,
                 "decoder_sparse_step": 1, "use_sliding_window": False, "sliding_window": 9, "max_window_layers": 2,
+            },
+        ),
+        Recipe(
+            "qwen2moe windows", "Qwen2MoeForCausalLM", "silu", 96, 48, 5, 4, 2, 24, bias=True, experts=7, shared=90,
+            config={
+                "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+                "shared_expert_intermediate_size": 90, "norm_topk_prob": True, "use_sliding_window": True,
+                "sliding_window": 9, "max_window_layers": 3,
             },
         ),
         Recipe(

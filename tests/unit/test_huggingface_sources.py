@@ -110,8 +110,8 @@ def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:
     ours, *others = (one.defaults for one in ARCHITECTURES.values() if one.config_class == owner)
     assert others in ([], [ours])  # Gemma 3 and 4 alone and beside a vision tower; Phi-3.5-MoE under two names
     theirs = {"head_dim": None, **GOLDEN_DEFAULTS[owner]}  # Qwen2's class leaves it to modeling_qwen2.py, which agrees
-    if owner == "GptOssConfig":
-        theirs["rope_parameters"] = ours["rope_parameters"]  # its __post_init__ fills them in
+    if owner in ("GptOssConfig", "Ministral3Config"):
+        theirs["rope_parameters"] = ours["rope_parameters"]  # __post_init__ fills them in
     if owner == "Gemma4TextConfig":  # likewise; they are parameters of its __post_init__
         fields = ("rope_parameters", "global_head_dim", "num_global_key_value_heads", "per_layer_config")
         theirs |= {name: ours[name] for name in fields}
@@ -235,7 +235,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a shifted threshold": ({"hidden_act": "fatrelu"}, "hidden_act_param: missing"),
     "quantized weights": ({"quantization_config": {"bits": 4}}, "quantization_config: quantized checkpoints"),
     "longrope": ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, r"rope_scaling\.short_factor: missing"),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2}}, r"rope_scaling\.type: 'dynamic'"),
+    "axial": ({"rope_scaling": {"type": "axial", "factor": 2}}, r"rope_scaling\.type: 'axial' is not supported"),
     "yarn without its factor": ({"rope_parameters": {"rope_type": "yarn"}}, r"rope_parameters\.factor: missing"),
     "half a llama3": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
@@ -251,7 +251,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         r"rope_scaling\.type: 'linear' contradicts rope_type, 'default'",
     ),
     "an activation's threshold": ({"hidden_act_param": 0.01}, "hidden_act_param: is a threshold, which 'relu' does"),
-    "feed-forward biases": ({"mlp_bias": True}, "mlp_bias: "),
+    "feed-forward biases": ({"mlp_bias": True}, "ffn_bias: not supported with a gate and relu"),
     "biases that are not there": ({"attention_bias": True}, r"q_proj\.bias: the tensor is missing"),
     "another width": ({"hidden_size": 128}, r"has shape \[300, 64\], but the configuration needs \[300, 128\]"),
     "another vocabulary": ({"vocab_size": 301}, r"embed_tokens\.weight: has shape"),
@@ -273,8 +273,8 @@ def test_what_the_engine_would_compute_wrongly_is_refused(what: str, source: Pat
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model.layers.0.self_attn.o_proj.bias", "attention_bias: a bias of self_attn.o_proj is not supported"),
-        ("model.layers.0.mlp.down_proj.bias", "mlp_bias: a bias of mlp.down_proj is not supported"),
+        ("model.layers.0.self_attn.o_proj.bias", "attention_bias: is not true, but .* biases of self_attn.o_proj"),
+        ("model.layers.0.mlp.down_proj.bias", "mlp_bias: is not true, but .* biases of mlp.down_proj"),
         ("model.layers.0.self_attn.q_norm.weight", "q_norm.weight: a tensor that this architecture does not have"),
         ("model.layers.0.mlp.predictor.fc1.weight", "hidden_act: is 'relu', but the checkpoint has predictors"),
     ],

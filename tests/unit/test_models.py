@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.gguf.powerinfer import ARCHITECTURES as POWERINFER_ARCHITECTURES
 from neuronpipe.plans.convert.huggingface import open_huggingface
+from neuronpipe.plans.models.family import Choices
 from neuronpipe.plans.models.registry import ARCHITECTURES, FAMILIES, GGUF_ARCHITECTURES
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, SpecError, runs_of
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, tensors, write_checkpoint
@@ -112,7 +115,7 @@ def test_the_readme_says_of_every_class_what_was_tried() -> None:
         ("opt", {"activation_function": "gelu"}, "activation_function: 'gelu' is not supported"),
         ("opt", {"num_attention_heads": 5}, "num_attention_heads: 5 does not divide hidden_size"),
         ("opt", {"max_position_embeddings": 1000}, r"embed_positions\.weight: 130 rows, but 1002 are needed"),
-        ("qwen3", {"attention_bias": True}, "attention_bias: is true"),
+        ("qwen3", {"attention_bias": True}, r"q_proj\.bias: the tensor is missing"),
         ("qwen3", {"head_dim": None}, r"q_proj\.weight: has shape \[192, 160\], but the configuration needs"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer_types: .*for each of 4 layers"),
         (
@@ -126,8 +129,8 @@ def test_the_readme_says_of_every_class_what_was_tried() -> None:
         ("falcon 7b", {"multi_query": False}, r"query_key_value\.weight: has shape \[224, 160\], but .*\[480, 160\]"),
         ("falcon 40b", {"num_kv_heads": 4}, "query_heads: 6 is no multiple of key_heads, 4"),
         ("falcon 40b", {"num_ln_in_parallel_attn": 1}, r"input_layernorm\.weight: the tensor is missing"),
-        ("arcee", {"mlp_bias": True}, "mlp_bias: "),
-        ("arcee", {"attention_bias": True}, "attention_bias: is true, which means a bias of self_attn.o_proj"),
+        ("arcee", {"mlp_bias": True}, r"mlp\.(up|down)_proj\.bias: the tensor is missing"),
+        ("arcee", {"attention_bias": True}, r"q_proj\.bias: the tensor is missing"),
         ("arcee", {"hidden_act": "silu"}, "activation: silu needs a feed-forward with a gate"),
         ("nemotron", {"hidden_act": "silu"}, "activation: silu needs a feed-forward with a gate"),
         ("nemotron", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
@@ -155,7 +158,19 @@ def test_the_readme_says_of_every_class_what_was_tried() -> None:
         ("olmoe", {"clip_qkv": -8.0}, "clip_qkv: -8.0 is outside"),
         ("olmo", {"clip_qkv": 0}, "clip_qkv: 0 is outside"),
         ("ministral3", {"sliding_window": 0}, "sliding_window: 0 is outside"),
-        ("olmo", {"attention_bias": True}, "attention_bias: is true: not supported in this class"),
+        ("olmo", {"attention_bias": True}, r"q_proj\.bias: the tensor is missing"),
+        (
+            "biases",
+            {"attention_bias": False},
+            "attention_bias: is not true, but the checkpoint has biases of self_attn",
+        ),
+        ("biases", {"mlp_bias": False}, "mlp_bias: is not true, but the checkpoint has biases of mlp.down_proj"),
+        ("biases", {"hidden_act": "relu"}, "ffn_bias: not supported with a gate and relu"),
+        ("qwen3moe windows", {"sliding_window": -9}, "sliding_window: -9 is outside"),
+        ("qwen2moe windows", {"layer_types": ["full_attention"] * 4}, "layer_types: .* for each of 5 layers"),
+        ("lfm2", {"block_ff_dim": 1200}, r"w1\.weight: has shape"),
+        ("gemma4", {"per_layer_config": {"7": {"head_dim": 64}}}, r"per_layer_config\.7: is no layer of 5"),
+        ("gemma4", {"per_layer_config": {"-1": {"head_dim": 64}}}, r"per_layer_config\.-1: is no layer of 5"),
         ("ernie4_5moe", {"moe_layer_start_index": 9}, "moe_layer_start_index: is 9, so that no layer has experts"),
         ("hunyuan moe", {"moe_topk": [3, 3, 2]}, "moe_topk: .* differs between layers: not supported"),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor: expected 12 positive"),
@@ -201,6 +216,75 @@ def test_what_a_family_cannot_be_is_refused_by_its_field(
         convert(source, tmp_path / "package", quantization="q4")
     assert str(caught.value).isprintable()  # one line
     assert [one.name for one in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields"),
+    [
+        ("qwen3moe", {"num_experts": ..., "num_local_experts": 9}),
+        ("qwen3.5", {"layer_types": ...}),
+        ("lfm2", {"intermediate_size": 7, "block_ff_dim": 300}),
+        ("nemotron-h", {"n_groups": ..., "mamba_n_groups": 2, "conv_kernel": 7, "mamba_d_conv": 4}),
+        ("nemotron-h", {"time_step_min": ..., "mamba_dt_min": 0.05, "tie_word_embeddings": True}),
+        ("nemotron-h moe", {"n_shared_experts": 0}),
+        ("bamba", {"partial_rotary_factor": 1.0}),
+        ("gpt-oss", {"layer_types": None}),
+        ("phi3", {"rope_scaling": {**RECIPES["phi3"].config["rope_scaling"], "rope_type": "longrope", "type": "su"}}),
+        ("gemma4", {"per_layer_config": {f"0{layer}": {"head_dim": 64} for layer in (2, 4)}}),
+        ("relu2", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    ],
+)
+def test_what_a_class_of_transformers_also_reads_means_the_same(
+    recipe: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(RECIPES[recipe], shards=1))
+    path = source / "config.json"
+    usual = json.loads(path.read_text()) | ({"rope_scaling": None} if recipe == "relu2" else {})
+    opened = []
+    for config in (usual, usual | fields):
+        path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+        with open_huggingface(source, Options()) as checkpoint:
+            opened.append((checkpoint.model, checkpoint.inverse_frequency))
+    (model, frequencies), (same_model, same_frequencies) = opened
+    assert model == same_model
+    assert np.array_equal(frequencies, same_frequencies)
+
+
+def test_a_nemotron_h_without_blocks_has_those_of_its_class() -> None:
+    config = Record({"hidden_size": 64, "layers_block_type": None}, "config.json")
+    architecture = ARCHITECTURES["NemotronHForCausalLM"]
+    model = architecture.read(architecture.language_part(config), lambda _: False, Choices())
+    assert model.mixers == ("mamba2", "attention")
+    assert [model.routed_experts(layer) for layer in range(2)] == [8, 0]
+
+
+def test_a_ministral_without_positions_has_yarn(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(RECIPES["ministral3"], config={}))
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.inverse_frequency is not None
+        usual = 1_000_000.0 ** (-np.arange(16) / 16)
+        assert np.isclose(usual[-1] / checkpoint.inverse_frequency[-1], 16)
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_the_whole_models_tie_counts_more_than_its_parts(stated: bool) -> None:
+    key = "tie_word_embeddings"
+    config = Record({key: stated, "text_config": {key: not stated}}, "config.json")
+    part = ARCHITECTURES["Qwen3_5ForConditionalGeneration"].language_part(config)
+    assert part.boolean(key) is stated
+
+
+def test_dense_layers_of_kimi_may_have_the_name_that_transformers_saves(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(RECIPES["kimi linear"], shards=1))
+    with open_huggingface(source, Options()) as checkpoint:
+        usual = checkpoint.model
+    stored = (source / "model.safetensors").read_bytes()
+    length = int.from_bytes(stored[:8], "little")
+    header = re.sub(rb"\.mlp\.((gate|up|down)_proj)", rb".block_sparse_moe.\1", stored[8 : 8 + length])
+    assert header.count(b"block_sparse_moe.up_proj") == sum(kind.dense_experts > 0 for kind in usual.layer_kinds) > 0
+    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + stored[8 + length :])
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.model == usual
 
 
 def test_half_of_each_head_rotates_in_a_nemotron_that_does_not_say_how_much(tmp_path: Path) -> None:
