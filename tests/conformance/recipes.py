@@ -191,23 +191,6 @@ RECIPES = {
             "smollm3", "SmolLM3ForCausalLM", "silu", 128, 200, 5, 4, 1, 32, tied=True,
             config={"rope_theta": 50_000.0, "pad_token_id": None},
         ),
-        Recipe(  # YaRN's factor concerns the layers with positions alone; those without have windows
-            "smollm3 yarn", "SmolLM3ForCausalLM", "silu", 128, 200, 5, 4, 1, 32, tied=True,
-            config={
-                "rope_theta": 5_000.0, "pad_token_id": None, "use_sliding_window": True, "sliding_window": 9,
-                "rope_scaling": {"rope_type": "yarn", "factor": 6.0, "original_max_position_embeddings": 16},
-            },
-        ),
-        Recipe(
-            "longrope", "LlamaForCausalLM", "silu", 96, 150, 2, 4, 2, 24,
-            config={
-                "original_max_position_embeddings": 64,
-                "rope_scaling": {
-                    "rope_type": "longrope", "short_factor": [1 + 0.25 * n for n in range(12)],
-                    "long_factor": [2.0 + n for n in range(12)],
-                },
-            },
-        ),
         Recipe(
             "biases", "LlamaForCausalLM", "silu", 128, 200, 2, 4, 2, 32, bias=True, dtype="BF16",
             config={"attention_bias": True, "mlp_bias": True},

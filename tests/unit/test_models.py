@@ -250,6 +250,34 @@ def test_what_a_class_of_transformers_also_reads_means_the_same(
     assert np.array_equal(frequencies, same_frequencies)
 
 
+def test_yarns_factor_concerns_the_layers_with_positions_alone(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 6.0, "original_max_position_embeddings": 16, "attention_factor": 1.5}
+    recipe = RECIPES["smollm3"]
+    source = write_checkpoint(tmp_path / "source", replace(recipe, config={**recipe.config, "rope_scaling": yarn}))
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.model.attention_scale == 1
+        assert checkpoint.model.rotary_scale == pytest.approx(1.5)
+
+
+def test_windows_of_smollm3_are_those_of_layers_without_positions(tmp_path: Path) -> None:
+    recipe = RECIPES["smollm3"]
+    windows = {"use_sliding_window": True, "sliding_window": 9}
+    source = write_checkpoint(tmp_path / "source", replace(recipe, config={**recipe.config, **windows}))
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.model.windows_tokens == (0, 0, 0, 9, 0)
+
+
+def test_longrope_ends_where_its_second_table_begins_unless_more_is_requested(tmp_path: Path) -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [2.0] * 20, "long_factor": [4.0] * 20}
+    config = {"original_max_position_embeddings": 64, "rope_scaling": scaling}
+    source = write_checkpoint(tmp_path / "source", replace(RECIPES["relu2"], config=config))
+    for requested, context_tokens, divisor in ((None, 64, 2), (100, 100, 4)):
+        with open_huggingface(source, Options(context_tokens=requested)) as checkpoint:
+            assert checkpoint.model.context_tokens == context_tokens
+            assert checkpoint.inverse_frequency is not None
+            assert checkpoint.inverse_frequency[0] == 1 / divisor
+
+
 def test_a_nemotron_h_without_blocks_has_those_of_its_class() -> None:
     config = Record({"hidden_size": 64, "layers_block_type": None}, "config.json")
     architecture = ARCHITECTURES["NemotronHForCausalLM"]
