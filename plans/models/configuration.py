@@ -178,7 +178,7 @@ def threshold(config: Record, choices: Choices) -> float:
     return config.number("hidden_act_param", 0.0, MAX_THRESHOLD) if fat else 0.0
 
 
-def biases(config: Record, has: Callable[[str], bool]) -> dict[str, bool]:
+def biases(config: Record, has: Callable[[str], bool]) -> dict[str, Any]:
     """Return the fields of ModelSpec about biases that `attention_bias` and `mlp_bias` determine. Raises UserError if
     the checkpoint has others."""
     stated = []

@@ -169,7 +169,7 @@ class Architecture:
     def language_part(self, config: Record) -> Record:
         """Return the configuration of the language model in a config.json, with the defaults of its class."""
         renamed = {name: other for name, other in self.renamed.items() if config.has(name)}
-        if values := {other: config.value(name) for name, other in renamed.items()} | self.constants:
+        if values := {other: config.value(name) for name, other in renamed.items()} | dict(self.constants):
             config = config.replaced(values)
         if self.part is None:
             return config.over(self.defaults, self.config_class)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from neuronpipe.plans.models.configuration import (
     EXPERT_NAMES,
@@ -97,7 +98,7 @@ def _dots(config: Record, has: Has, choices: Choices) -> ModelSpec:
 
 
 def _model(
-    config: Record, has: Has, choices: Choices, *, windows: list[int], bias: dict[str, bool], head_norm: bool
+    config: Record, has: Has, choices: Choices, *, windows: list[int], bias: dict[str, Any], head_norm: bool
 ) -> ModelSpec:
     return gated_model(
         config,

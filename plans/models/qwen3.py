@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from neuronpipe.plans.models.configuration import (
     EXPERT_NAMES,
@@ -135,7 +136,7 @@ def _mixture(
     choices: Choices,
     *,
     windows: list[int],
-    bias: dict[str, bool],
+    bias: dict[str, Any],
     head_norm: bool,
     shared_experts: int = 0,
 ) -> ModelSpec:
