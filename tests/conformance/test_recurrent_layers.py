@@ -98,7 +98,8 @@ def test_logits_without_a_mechanism_are_others(name: str, mechanism: str, conver
 
 def test_bamba_rotates_half_of_each_head(tmp_path: Path) -> None:
     recipe = RECIPES["bamba"]
-    whole = dataclasses.replace(recipe, config=recipe.config | {"partial_rotary_factor": 1.0})
+    positions = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
+    whole = dataclasses.replace(recipe, config=recipe.config | {"rope_parameters": positions})
     package = convert(write_checkpoint(tmp_path / "model", whole), tmp_path / "package", quantization="f16")
     assert differ(ReferenceEngine(package).run(tokens(recipe)).logits, "bamba")
 

@@ -247,6 +247,8 @@ def test_what_a_class_of_transformers_also_reads_means_the_same(
             opened.append((checkpoint.model, checkpoint.inverse_frequency))
     (model, frequencies), (same_model, same_frequencies) = opened
     assert model == same_model
+    assert frequencies is not None
+    assert same_frequencies is not None
     assert np.array_equal(frequencies, same_frequencies)
 
 
