@@ -1,8 +1,9 @@
-"""The page at `/` as a person has it: in a Chromium without a window."""
+"""The page at `/` as a person has it: in Chromium without a window, or Firefox (NEURONPIPE_TEST_BROWSER=firefox)."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.remote.webelement import WebElement
 
+from tests.firefox import Firefox
 from tests.pipeline import eventually
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -29,27 +32,33 @@ FLAGS = (
 )
 PATIENCE_S = 20.0
 
+IN_FIREFOX = os.environ.get("NEURONPIPE_TEST_BROWSER", "chromium") == "firefox"
 needs_browser = pytest.mark.skipif(
-    not (BROWSER and DRIVER), reason="no chromium and chromedriver here; Debian's packages have these names"
+    not IN_FIREFOX and not (BROWSER and DRIVER),  # who asks for Firefox does not want them skipped
+    reason="no chromium and chromedriver here; Debian's packages have these names",
 )
 
 
 @contextlib.contextmanager
-def opened_browser(profile: Path) -> Iterator[webdriver.Chrome]:
+def opened_browser(profile: Path) -> Iterator[WebDriver]:
     """A browser that knows nothing yet, while the context lasts."""
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(BROWSER)
-    for flag in (*FLAGS, f"--user-data-dir={profile}", "--window-size=1280,900"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    made = Firefox(profile) if IN_FIREFOX else _chromium(profile)
     try:
         yield made
     finally:
         made.quit()
 
 
-def new_tab(browser: webdriver.Chrome) -> webdriver.Chrome:
+def _chromium(profile: Path) -> webdriver.Chrome:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(BROWSER)
+    for flag in (*FLAGS, f"--user-data-dir={profile}", "--window-size=1280,900"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+
+
+def new_tab(browser: WebDriver) -> WebDriver:
     """The browser with one tab alone, a new one: the page keeps all that it keeps in its tab."""
     before = browser.current_window_handle
     browser.switch_to.new_window("tab")
@@ -60,15 +69,55 @@ def new_tab(browser: webdriver.Chrome) -> webdriver.Chrome:
     return browser
 
 
-def troubles(browser: webdriver.Chrome) -> list[str]:
-    """What the browser has complained of since it was asked last."""
+def troubles(browser: WebDriver) -> list[str]:
+    """What the browser has complained of since it was asked last; Chromium also of requests that failed."""
+    if isinstance(browser, Firefox):
+        return browser.errors()
+    assert isinstance(browser, webdriver.Chrome)
     return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def failed_request(browser: WebDriver, status: int) -> bool:
+    """Whether the one trouble since the last question is a request that was refused so. Firefox reports none."""
+    said = troubles(browser)
+    return said == [] if IN_FIREFOX else len(said) == 1 and str(status) in said[0]
+
+
+def resize(browser: WebDriver, width: int, height: int, touch: bool = False) -> None:
+    """Give the page the screen of a phone. touch: fingers are the only pointers."""
+    if isinstance(browser, Firefox):
+        browser.resize(width, height)
+        browser.prefer(ui_primaryPointerCapabilities=int(touch) or 6, ui_allPointerCapabilities=int(touch) or 6)
+        return
+    assert isinstance(browser, webdriver.Chrome)
+    screen = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": touch})
+
+
+def prefer_scheme(browser: WebDriver, scheme: str) -> None:
+    """Ask for a "light" or "dark" page that does not move."""
+    if isinstance(browser, Firefox):
+        browser.prefer(ui_systemUsesDarkTheme=int(scheme == "dark"), ui_prefersReducedMotion=1)
+        return
+    assert isinstance(browser, webdriver.Chrome)
+    media = [{"name": "prefers-color-scheme", "value": scheme}, {"name": "prefers-reduced-motion", "value": "reduce"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+
+
+def download_into(browser: WebDriver, folder: Path) -> None:
+    """Save what is downloaded in a folder, without a question."""
+    if isinstance(browser, Firefox):
+        browser.prefer(browser_download_dir=str(folder))
+        return
+    assert isinstance(browser, webdriver.Chrome)
+    browser.execute_cdp_cmd("Page.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)})
 
 
 class Page:
     """The page in a browser. server: what it is of; its `port` is all that is asked for here."""
 
-    def __init__(self, browser: webdriver.Chrome, server: Any) -> None:
+    def __init__(self, browser: WebDriver, server: Any) -> None:
         self.browser, self.server = browser, server
 
     def open(self) -> Page:

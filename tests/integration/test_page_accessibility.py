@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from selenium import webdriver
+from selenium.webdriver.remote.webdriver import WebDriver
 
-from tests.browser import Page, needs_browser, new_tab
+from tests.browser import Page, needs_browser, new_tab, prefer_scheme, resize
 from tests.clients import environments
 from tests.http_client import Server, served
 from tests.pipeline import Shell
 
-NARROW = {"width": 320, "height": 640, "deviceScaleFactor": 2, "mobile": True}
+NARROW = (320, 640)
 RUN_AXE = """
     const done = arguments[0];
     const nodes = rule => rule.nodes.map(node => node.target.join(" ")).join(", ");
@@ -52,13 +52,12 @@ def violations(page: Page, axe: str) -> list[str]:
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_in_any_state(
-    long_browser: webdriver.Chrome, server: Server, axe: str, scheme: str, narrow: bool
+    long_browser: WebDriver, server: Server, axe: str, scheme: str, narrow: bool
 ) -> None:
     browser = new_tab(long_browser)
-    media = [{"name": "prefers-color-scheme", "value": scheme}, {"name": "prefers-reduced-motion", "value": "reduce"}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    prefer_scheme(browser, scheme)
     if narrow:
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)
+        resize(browser, *NARROW)
     page = Page(browser, server).open()
     assert violations(page, axe) == []
     page.ask("def fibonacci(n):", 24)
@@ -81,7 +80,7 @@ def test_axe_finds_nothing_in_any_state(
     assert violations(page, axe) == []
 
 
-def test_a_missing_label_would_be_found(long_browser: webdriver.Chrome, server: Server, axe: str) -> None:
+def test_a_missing_label_would_be_found(long_browser: WebDriver, server: Server, axe: str) -> None:
     page = Page(new_tab(long_browser), server).open()
     page.browser.execute_script("document.body.append(document.createElement('input'))")
     assert any(rule.startswith("label:") for rule in violations(page, axe))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
+from selenium.webdriver.remote.webdriver import WebDriver
 
 from tests.browser import Page, needs_browser, new_tab, troubles
 from tests.page_server import page_server
@@ -66,7 +67,7 @@ pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
-def page(long_browser: webdriver.Chrome) -> Iterator[Page]:
+def page(long_browser: WebDriver) -> Iterator[Page]:
     with page_server() as server:
         yield Page(new_tab(long_browser), server).open()
         assert troubles(long_browser) == []
@@ -118,7 +119,8 @@ def test_markdown_becomes_elements(page: Page, text: str, html: str) -> None:
 
 def test_code_is_shown_as_it_is_with_a_button_that_copies_it(page: Page) -> None:
     code = "def f():\n\treturn '<b>**x**'\n\n    # end"
-    page.browser.execute_cdp_cmd("Browser.grantPermissions", {"permissions": ["clipboardReadWrite"]})
+    if isinstance(page.browser, webdriver.Chrome):
+        page.browser.execute_cdp_cmd("Browser.grantPermissions", {"permissions": ["clipboardReadWrite"]})
     page.server.replies.append([f"Here:\n{FENCE}python\n{code}\n{FENCE}\nDone."])
     page.send("code, please")
     assert page.eventually(lambda: page.answers and "ended" in page.answers[-1][1])
