@@ -1,6 +1,6 @@
 """Serve and score with Ray on a cluster of two nodes on loopback, with the demo model.
 
-    python tests/nightly/ray_cluster.py
+    python tests/nightly/ray_cluster.py [scaling] [losses] [models] [job]
 
 Completions and streams are those of one server, also when a replica or a node is killed while they are generated; a
 conversation stays with the replica that has its beginning; a queue starts a second replica; models are found by name; a
@@ -26,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "nightly-ray"
 DEMO = ROOT / "plans" / "demo" / "package"
+INSTALLED = "NEURONPIPE_RAY_IS_INSTALLED"
 PORT, MEMORY, PATIENCE_S = 18_431, "400MiB", 600.0
 OPTIONS = "--workers 1 --prompt-cache 0 --no-idle-profile"
 BODIES = [
@@ -101,47 +102,83 @@ def servers_of(pid: int) -> list[int]:
     return [one.pid for one in psutil.Process(pid).children(recursive=True) if "serve" in _words(one)]
 
 
-def check_cluster(folder: Path) -> None:
-    import ray
-    from neuronpipe.plans.package.manifest import identity
-    from neuronpipe.services.examples.owned_run import OwnedRun
-    from neuronpipe.services.examples.ray_serve import ClusterOptions, app
-    from ray import serve
-    from ray.cluster_utils import Cluster
+class ServedCluster:
+    """Two nodes of Ray on loopback; Serve listens on the first.
 
-    single = OwnedRun([str(DEMO)], MEMORY, ["--sequences", "4", *OPTIONS.split()])
-    expected = asyncio.run(all_texts(single.address, BODIES, lambda: None))
-    single.end()
-    memory_bytes = 600 << 20
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "memory": memory_bytes})
-    worker = cluster.add_node(num_cpus=1, memory=memory_bytes)
-    ray.init(address=cluster.address)
-    address = f"http://127.0.0.1:{PORT}"
-    serve.start(proxy_location="HeadOnly", http_options={"port": PORT})
+    address: of Serve's HTTP
+    """
 
-    def running() -> int:
+    def __init__(self) -> None:
+        import ray
+        from ray import serve
+        from ray.cluster_utils import Cluster
+
+        memory_bytes = 600 << 20
+        self.nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "memory": memory_bytes})
+        self._worker = self.nodes.add_node(num_cpus=1, memory=memory_bytes)
+        ray.init(address=self.nodes.address)
+        self.address = f"http://127.0.0.1:{PORT}"
+        serve.start(proxy_location="HeadOnly", http_options={"port": PORT})
+
+    def serve(self, packages: str, **options: Any) -> None:
+        """Serve packages, in place of what was served before."""
+        from neuronpipe.services.examples.ray_serve import ClusterOptions, app
+        from ray import serve
+
+        serve.run(app(ClusterOptions(packages=packages, memory=MEMORY, options=OPTIONS, **options)))
+
+    def running(self) -> int:
+        """Return the number of replicas that are ready."""
+        from ray import serve
+
         states = serve.status().applications["default"].deployments["Engine"].replica_states
         return int(states.get("RUNNING", 0))
 
-    def options(packages: str, **more: Any) -> ClusterOptions:
-        return ClusterOptions(packages=packages, memory=MEMORY, options=OPTIONS, **more)
+    def texts(self, bodies: Sequence[dict[str, Any]], meanwhile: Callable[[], None] = lambda: None) -> list[str]:
+        return asyncio.run(all_texts(self.address, bodies, meanwhile))
 
-    print("a queue starts a second replica", flush=True)
-    serve.run(app(options(str(DEMO), max_replicas=2)))
-    assert running() == 1
+    def kill_node(self) -> None:
+        """Kill the processes of the second node."""
+        self.nodes.remove_node(self._worker, allow_graceful=False)
+
+    def end(self) -> None:
+        import ray
+        from ray import serve
+
+        serve.shutdown()
+        ray.shutdown()
+        self.nodes.shutdown()
+
+
+def expected_texts() -> list[str]:
+    """Return what one server without Ray answers."""
+    from neuronpipe.services.examples.owned_run import OwnedRun
+
+    single = OwnedRun([str(DEMO)], MEMORY, ["--sequences", "4", *OPTIONS.split()])
+    try:
+        return asyncio.run(all_texts(single.address, BODIES, lambda: None))
+    finally:
+        single.end()
+
+
+def check_scaling(cluster: ServedCluster, folder: Path) -> None:
+    """A queue starts a second replica."""
+    cluster.serve(str(DEMO), max_replicas=2)
+    assert cluster.running() == 1
     longer = [body | {"max_tokens": 200} for body in [*BODIES, *BODIES]]
     deadline = time.monotonic() + PATIENCE_S
-    while running() < 2:  # Serve looks at half a minute before it starts one
+    while cluster.running() < 2:  # Serve looks at half a minute before it starts one
         assert time.monotonic() < deadline, "no second replica was started"
-        asyncio.run(all_texts(address, longer, lambda: None))
+        cluster.texts(longer)
 
-    print("both replicas answer, and a conversation stays with one", flush=True)
-    serve.run(app(options(str(DEMO), min_replicas=2, max_replicas=2)))
-    eventually(lambda: running() == 2)
-    assert asyncio.run(all_texts(address, BODIES, lambda: None)) == expected
-    assert asyncio.run(_cached_turns(address)) == 12
 
-    print("a replica is killed", flush=True)
+def check_losses(cluster: ServedCluster, folder: Path) -> None:
+    """A conversation stays with one replica; killed replicas, servers and nodes lose nothing."""
+    expected = expected_texts()
+    cluster.serve(str(DEMO), min_replicas=2, max_replicas=2)
+    eventually(lambda: cluster.running() == 2)
+    assert cluster.texts(BODIES) == expected
+    assert asyncio.run(_cached_turns(cluster.address)) == 12
 
     def kill_replica() -> None:
         victim = replicas()[0]
@@ -149,23 +186,20 @@ def check_cluster(folder: Path) -> None:
         os.kill(victim, signal.SIGKILL)
         eventually(lambda: not Path(f"/proc/{server}").exists())  # nothing of it stays
 
-    assert asyncio.run(all_texts(address, BODIES, kill_replica)) == expected
-    eventually(lambda: running() == 2)
+    def kill_server() -> None:
+        os.kill(servers_of(replicas()[0])[0], signal.SIGKILL)
 
-    print("a server is killed below a replica", flush=True)
-    assert (
-        asyncio.run(all_texts(address, BODIES, lambda: os.kill(servers_of(replicas()[0])[0], signal.SIGKILL)))
-        == expected
-    )
-    eventually(lambda: running() == 2)
+    for loss, left in ((kill_replica, 2), (kill_server, 2), (cluster.kill_node, 1)):
+        print(f"  {loss.__name__}", flush=True)
+        assert cluster.texts(BODIES, loss) == expected
+        eventually(lambda left=left: cluster.running() == left)  # type: ignore[misc]
 
-    print("a node is killed", flush=True)
-    remove = lambda: cluster.remove_node(worker, allow_graceful=False)  # noqa: E731
-    assert asyncio.run(all_texts(address, BODIES, remove)) == expected
-    eventually(lambda: running() == 1)
 
-    print("models are found by name", flush=True)
-    serve.delete("default")
+def check_models(cluster: ServedCluster, folder: Path) -> None:
+    """Models are found by name."""
+    from neuronpipe.plans.package.manifest import identity
+
+    expected = expected_texts()
     names = ("one", "two")
     for name in names:
         shutil.copytree(DEMO, folder / name)
@@ -173,17 +207,11 @@ def check_cluster(folder: Path) -> None:
         values = {**json.loads(manifest.read_text()), "name": name}
         del values["id"]
         manifest.write_text(json.dumps(values | {"id": identity(values)}))
-    serve.run(app(options(",".join(str(folder / name) for name in names))))
+    cluster.serve(",".join(str(folder / name) for name in names))
     bodies = [{**BODIES[0], "model": name, "stream": False} for name in (*names, *names)]
-    replies = asyncio.run(_replies(address, bodies))
+    replies = asyncio.run(_replies(cluster.address, bodies))
     assert [reply["model"] for reply in replies] == [body["model"] for body in bodies]
     assert {reply["choices"][0]["text"] for reply in replies} == {expected[0]}
-    serve.shutdown()
-
-    print("texts are rated and completed", flush=True)
-    check_job(folder, cluster.address)
-    ray.shutdown()
-    cluster.shutdown()
 
 
 async def _replies(address: str, bodies: Sequence[dict[str, Any]]) -> list[Any]:
@@ -209,7 +237,8 @@ async def _cached_turns(address: str) -> int:
     return sum(usage["cached_tokens"] > 0 for usage in usages)
 
 
-def check_job(folder: Path, address: str) -> None:
+def check_job(cluster: ServedCluster, folder: Path) -> None:
+    """Texts are completed and rated."""
     from neuronpipe.services.examples.owned_run import OwnedRun
 
     texts = [f"import os\nprint({number})\n" for number in range(40)]
@@ -219,7 +248,7 @@ def check_job(folder: Path, address: str) -> None:
         job = [sys.executable, "-m", "neuronpipe.services.examples.ray_data", work, DEMO, folder / "texts.jsonl"]
         more = [f"--option={word}" for word in OPTIONS.split()]
         words = [*map(str, job), str(folder / work), "--memory", MEMORY, "--max-tokens", "8", *more]
-        subprocess.run(words, check=True, env=os.environ | {"RAY_ADDRESS": address})
+        subprocess.run(words, check=True, env=os.environ | {"RAY_ADDRESS": cluster.nodes.address})
         lines = [line for file in (folder / work).glob("*.json") for line in file.read_text().splitlines()]
         results[work] = {entry["text"]: entry for entry in map(json.loads, lines)}
         assert len(lines) == len(texts) == len(results[work])
@@ -237,17 +266,25 @@ def check_job(folder: Path, address: str) -> None:
     print(collections.Counter(round(entry["perplexity"], 1) for entry in results["perplexity"].values()))
 
 
+CHECKS = {"scaling": check_scaling, "losses": check_losses, "models": check_models, "job": check_job}
+
+
 def main() -> None:
     """Install Ray beside the checkout, and check with it."""
-    if "--installed" not in sys.argv:
+    if INSTALLED not in os.environ:
         if not PLACE.exists():
             subprocess.run([sys.executable, "-m", "venv", PLACE], check=True)
         subprocess.run([PLACE / "bin/pip", "install", "--quiet", ROOT, "ray[serve,data]", "protobuf<7"], check=True)
-        words = [PLACE / "bin/python", __file__, "--installed"]
-        sys.exit(subprocess.run(words, env=os.environ | {"PATH": f"{PLACE}/bin:{os.environ['PATH']}"}).returncode)
+        words = [PLACE / "bin/python", *sys.argv]
+        environment = os.environ | {INSTALLED: "1", "PATH": f"{PLACE}/bin:{os.environ['PATH']}"}
+        sys.exit(subprocess.run(words, env=environment).returncode)
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"}
-    with tempfile.TemporaryDirectory(prefix="np-") as folder:
-        check_cluster(Path(folder))
+    for name in sys.argv[1:] or CHECKS:
+        print(f"{name}: {CHECKS[name].__doc__}", flush=True)
+        cluster = ServedCluster()
+        with tempfile.TemporaryDirectory(prefix="np-") as folder:
+            CHECKS[name](cluster, Path(folder))
+        cluster.end()
 
 
 if __name__ == "__main__":
