@@ -105,7 +105,8 @@ class Answer:
 
 def connection_broken(what: str, endpoint: str, error: Exception) -> ConnectionBroken:
     reason = safe_name(str(error) or type(error).__name__)
-    return ConnectionBroken(f"{what}: no connection to {endpoint}: {reason}; {AGAIN}")
+    advice = f"look at the network, or name a mirror in HF_ENDPOINT; {AGAIN}"
+    return ConnectionBroken(f"{what}: no connection to {endpoint}: {reason}; {advice}")
 
 
 class Web:

@@ -505,7 +505,9 @@ def test_a_repository_that_is_not_to_be_had_is_named(repository: str, message: s
 
 def test_no_hub_at_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert "org/model: no connection to http://127.0.0.1:9: " in hub.refused()
+    refused = hub.refused()
+    assert "org/model: no connection to http://127.0.0.1:9: " in refused
+    assert "name a mirror in HF_ENDPOINT" in refused
     monkeypatch.setenv("HF_ENDPOINT", "hub.example")
     assert "HF_ENDPOINT: 'hub.example' is no address" in hub.refused()
     assert hub.left() == []
