@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 import struct
 import zlib
+from collections import Counter
 from typing import Any
 
 import pytest
-from neuronpipe.protocol.messages.client import Finished
+from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.loader import Hasten, Restore, Save
 from neuronpipe.protocol.messages.request import Cancel, Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.coordinator.scheduling import prompt_cache, requests
+from neuronpipe.services.coordinator.scheduling import prompt_cache, requests, steps
 from neuronpipe.services.coordinator.scheduling.events import (
     EpochChanged,
     PrefixRestored,
@@ -25,47 +26,60 @@ from neuronpipe.services.coordinator.scheduling.events import (
     TokensSampled,
     UsePromptCache,
 )
+from neuronpipe.services.coordinator.scheduling.prefix_reuse import FORGET_AFTER_S
 from neuronpipe.services.coordinator.scheduling.recurrent_states import NO_STATE, States
 
 from tests.unit.test_coordinator_core import NUMERICS, make_scheduler, participants_of, receive
 
 SEQUENCES, SNAPSHOTS, CONTEXT = 3, 2, 40
 CPU = "cpu:avx2"
+LOADER = ("loader", 0)
+BLOCKS, SEEDS = 20, 600  # of short runs: 12,000
+HAPPENS = ("shared", "forked", "cancelled", "evicted", "forgotten", "restored", "killed", "loader killed")
+GARBAGE = -1  # what a loader that was killed has written of a prompt
 
 
-def next_token(tokens: tuple[int, ...]) -> int:
-    """What a model says after these tokens: any other text would go on otherwise."""
-    return 97 + zlib.crc32(bytes(tokens)) % 3
+def next_token(tokens: tuple[int, ...], seed: int) -> int:
+    """What a model says after these tokens: any other text, and any other seed, would go on otherwise."""
+    return 97 + zlib.crc32(bytes((*tokens, seed))) % 3
 
 
-def expected_text(prompt: str, max_tokens: int) -> str:
+def expected_text(prompt: str, max_tokens: int, seed: int) -> str:
     tokens = tuple(map(ord, prompt))
     for _ in range(max_tokens):
-        tokens = (*tokens, next_token(tokens))
+        tokens = (*tokens, next_token(tokens, seed))
     return "".join(map(chr, tokens[len(prompt) :]))
 
 
 class Machine:
-    """A run whose memory is simulated: a state is the tokens that it has seen, and a KV slot the tokens it stores."""
+    """A run whose memory is simulated: a state is the tokens that it has seen, and a KV slot the tokens it stores.
 
-    def __init__(self, seed: int) -> None:
+    happened: how often something of HAPPENS took place
+    """
+
+    def __init__(
+        self, seed: int, sequences: int = SEQUENCES, snapshots: int = SNAPSHOTS, prefill_chunk_tokens: int = 4
+    ) -> None:
         self.random = random.Random(seed)
+        self.state_slots, self.own_states = 2 * sequences + snapshots, 2 * sequences
         self.scheduler = make_scheduler(
-            sequences=SEQUENCES,
+            sequences=sequences,
             context_tokens=CONTEXT,
-            logit_rows=SEQUENCES,
-            state_slots=2 * SEQUENCES + SNAPSHOTS,
+            logit_rows=sequences,
+            state_slots=self.state_slots,
+            prefill_chunk_tokens=prefill_chunk_tokens,
         )
-        self.states: list[tuple[int, ...] | None] = [None] * (2 * SEQUENCES + SNAPSHOTS)
-        self.kv: list[list[int]] = [[] for _ in range(SEQUENCES)]
+        self.states: list[tuple[int, ...] | None] = [None] * self.state_slots
+        self.kv: list[list[int]] = [[] for _ in range(sequences)]
         self.waiting: list[SendStep] = []
         self.sampling: list[SampleTokens] = []
-        self.rows: list[int] = []
-        self.requests: dict[str, tuple[str, int]] = {}
+        self.rows: list[tuple[int, ...]] = []
+        self.requests: dict[str, tuple[str, int, int]] = {}
+        self.happened = Counter[str]()
         self.finished, self.cached, self.restored, self.now, self.epoch = 0, 0, 0, 0.0, 0
         self.disk: set[tuple[int, ...]] = set()  # prefixes whose keys, values and state the prompt cache has
         self.loading: list[Save | Restore] = []
-        self.scheduler.handle(ProcessReady(("loader", 0), "", True), 0.0)
+        self.scheduler.handle(ProcessReady(LOADER, "", True), 0.0)
 
     def take(self, actions: list[object]) -> None:
         for action in actions:
@@ -73,14 +87,25 @@ class Machine:
                 self.waiting.append(action)
             elif isinstance(action, SampleTokens):
                 self.sampling.append(action)
-            elif isinstance(action, Tell) and isinstance(action.message, Finished):
-                prompt, max_tokens = self.requests.pop(action.message.request)
-                if action.message.reason != "cancelled":
-                    assert action.message.text == expected_text(prompt, max_tokens)
-                self.finished += 1
-                self.cached += action.message.cached_tokens
+            elif isinstance(action, Tell):
+                self.hear(action.message)
             elif isinstance(action, UsePromptCache) and not isinstance(action.message, Hasten):
                 self.loading.append(action.message)
+
+    def hear(self, message: object) -> None:
+        """A client gets a message, perhaps the last one of its request."""
+        if isinstance(message, Refused):
+            del self.requests[message.request]
+            assert message.code in ("cancelled", "ended_a_process"), message
+            self.happened["cancelled"] += message.code == "cancelled"
+        elif isinstance(message, Finished):
+            expected = expected_text(*self.requests.pop(message.request))
+            assert expected.startswith(message.text)
+            assert message.text == expected or message.reason == "cancelled"
+            self.finished += 1
+            self.cached += message.cached_tokens
+            self.happened["cancelled"] += message.reason == "cancelled"
+            self.happened["shared"] += message.cached_tokens > 0
 
     def step(self, source: int, target: int, slot: int, position: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Compute the tokens of one sequence and return all tokens that its state has seen."""
@@ -89,6 +114,8 @@ class Machine:
         assert before is not None, "a state that was never written"
         assert len(before) == position
         assert list(before) == self.kv[slot][:position], "the state is that of another text"
+        lost = self.kv[slot][position : position + len(tokens)] != list(tokens)[: len(self.kv[slot]) - position]
+        self.happened["evicted"] += lost or (target >= self.own_states and self.states[target] is not None)
         self.kv[slot] = [*self.kv[slot][:position], *tokens]
         self.states[target] = (*before, *tokens)
         return (*before, *tokens)
@@ -96,6 +123,8 @@ class Machine:
     def compute(self, message: Step | Prefill) -> None:
         if isinstance(message, Prefill):
             if message.copy_from is not None:
+                arrived = {one.slot: one.arrived_at for one in self.scheduler.requests.active}
+                self.happened["forked"] += arrived.get(message.copy_from) == arrived[message.sequence]
                 self.kv[message.sequence][: message.position] = self.kv[message.copy_from][: message.position]
             assert message.state_to is not None
             done = 0
@@ -103,13 +132,13 @@ class Machine:
                 place = (source, target, message.sequence, message.position + done)
                 seen = self.step(*place, message.tokens[done : done + count])
                 done += count
-            self.rows = [next_token(seen)]
+            self.rows = [seen]
             return
         assert len({*message.states_from, *message.states_to}) == 2 * len(message.tokens)
         each = zip(
             message.states_from, message.states_to, message.sequences, message.positions, message.tokens, strict=True
         )
-        self.rows = [next_token(self.step(*one, (token,))) for *one, token in each]
+        self.rows = [self.step(*one, (token,)) for *one, token in each]
 
     def event(self) -> None:
         """One random event of a run."""
@@ -119,6 +148,8 @@ class Machine:
             self.load(self.loading.pop(0))
         elif choice < 0.12 and len(self.requests) < 6:
             self.ask()
+        elif choice < 0.3 and not self.scheduler.busy:
+            self.idle()
         elif choice < 0.15 and self.requests:
             name = self.random.choice([*self.requests])
             self.take(receive(self.scheduler, Cancel(request=name), self.now))
@@ -128,10 +159,19 @@ class Machine:
     def proceed(self) -> None:
         """The next event of the requests that there are."""
         if self.sampling:
-            rows = len(self.sampling.pop(0).rows)
-            self.take(self.scheduler.handle(TokensSampled(tuple(self.rows[:rows])), self.now))
+            rows = self.sampling.pop(0).rows
+            tokens = tuple(next_token(self.rows[row.row], row.ask.seed) for row in rows)
+            self.take(self.scheduler.handle(TokensSampled(tokens), self.now))
         elif self.waiting:
             self.run(self.waiting.pop(0).message)
+
+    def idle(self) -> None:
+        """So much time passes that the content of free slots is forgotten."""
+        free = self.scheduler.requests._free
+        before = sum(free.tokens().values())
+        self.now += FORGET_AFTER_S
+        self.scheduler.requests.used_tokens(self.now)
+        self.happened["forgotten"] += sum(free.tokens().values()) < before
 
     def load(self, message: Save | Restore) -> None:
         """The loader answers: what it saves is what lies in the slots now, however late that is."""
@@ -150,34 +190,60 @@ class Machine:
         if best:
             assert message.state_to is not None
             self.states[message.state_to], self.restored = best, self.restored + len(best)
+            self.happened["restored"] += 1
             self.kv[message.sequence][: len(best)] = best
         self.take(self.scheduler.handle(PrefixRestored(message.number, len(best)), self.now))
 
     def ask(self) -> None:
-        """A request that often begins as an earlier one, or goes on from an earlier answer."""
-        earlier = list((self.requests or {"": ("", 0)}).values())
-        begin = self.random.choice([*(prompt for prompt, _ in earlier), "abcabc", "abcabcabcabc", "cba"])
+        """A request that often begins as an earlier one, or goes on from an earlier answer; some fork."""
+        earlier = list((self.requests or {"": ("", 0, 0)}).values())
+        begin = self.random.choice([*(prompt for prompt, *_ in earlier), "abcabc", "abcabcabcabc", "cba"])
         if self.random.random() < 0.5:
-            begin = (begin + expected_text(begin, self.random.randint(1, 4)))[:24] if begin else "a"
+            begin = (begin + expected_text(begin, self.random.randint(1, 4), 0))[:24] if begin else "a"
         prompt = begin[: self.random.randint(1, 24)] + "".join(self.random.choices("abc", k=self.random.randint(1, 5)))
-        name, max_tokens = f"r{self.now}", self.random.randint(1, 6)
-        self.requests[name] = prompt, max_tokens
-        generate = Generate(request=name, prompt=prompt, max_tokens=max_tokens, share_prefix=True)
-        self.take(receive(self.scheduler, generate, self.now))
+        max_tokens = self.random.randint(1, 6)
+        for seed in range(self.random.choice((1, 1, 1, 2, 3))):
+            name = f"r{self.now}.{seed}"
+            self.requests[name] = prompt, max_tokens, seed
+            generate = Generate(request=name, prompt=prompt, max_tokens=max_tokens, seed=seed, share_prefix=True)
+            self.take(receive(self.scheduler, generate, self.now))
 
     def run(self, message: Step | Prefill) -> None:
         self.compute(message)
         workers = [("prefill", 0)] if isinstance(message, Prefill) else participants_of(message)
-        if self.random.random() < 0.15:  # a worker is killed when all of it is written, and the others leave
-            victim, *others = self.random.sample(workers, len(workers))
+        if self.random.random() < 0.15:  # a process is killed when all of it is written, and the others leave
+            victim = self.random.choice([*workers, LOADER])
             self.epoch += 1
             self.take(self.scheduler.handle(EpochChanged(self.epoch, (victim,)), self.now))
-            for worker in others:
-                self.take(self.scheduler.handle(StepLeft(worker, message.step, message.epoch, False), self.now))
-            self.take(self.scheduler.handle(ProcessReady(victim, NUMERICS[victim[0]]), self.now))
+            for worker in workers:
+                if worker != victim:
+                    self.take(self.scheduler.handle(StepLeft(worker, message.step, message.epoch, False), self.now))
+            self.happened["killed"] += 1
+            if victim == LOADER:
+                self.lose_loader()
+            self.take(self.scheduler.handle(ProcessReady(victim, NUMERICS.get(victim[0], ""), True), self.now))
             return
         for worker in workers:
             self.take(self.scheduler.handle(StepLeft(worker, message.step, message.epoch, True), self.now))
+
+    def lose_loader(self) -> None:
+        """What the loader was restoring is neither old nor new; what it was saving does not come to the disk."""
+        self.happened["loader killed"] += bool(self.loading)
+        for message in self.loading:
+            if isinstance(message, Restore):
+                assert message.state_to is not None
+                self.states[message.state_to] = (GARBAGE,)
+                self.kv[message.sequence][message.first :] = [GARBAGE]
+        self.loading.clear()
+
+    def end(self) -> None:
+        """All requests end without further ones."""
+        for _ in range(4000):
+            if not self.requests:
+                return
+            self.now += 0.01
+            self.load(self.loading.pop(0)) if self.loading else self.proceed()
+        raise AssertionError(f"these requests do not end: {self.requests}")
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -187,9 +253,32 @@ def test_no_sequence_goes_on_from_a_state_of_another_text(seed: int, monkeypatch
     machine = Machine(seed)
     for _ in range(4000):
         machine.event()
+    machine.end()
     assert machine.finished > 100
     assert machine.cached > 100, "nothing was shared: the test tests nothing"
     assert machine.restored > 10, "nothing was restored"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_no_short_run_goes_on_from_a_state_of_another_text(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many short runs, each with its own seed, and numbers of slots and chunk sizes of its own."""
+    for module in (prompt_cache, requests):
+        monkeypatch.setattr(module, "MIN_TOKENS", 3)
+    happened = Counter[str]()
+    for seed in range(block * SEEDS, (block + 1) * SEEDS):
+        draw = random.Random(seed)
+        monkeypatch.setattr(steps, "STATE_INTERVAL_TOKENS", draw.choice((3, 4, 64)))
+        machine = Machine(seed, draw.randint(1, 4), draw.randint(1, 4), draw.choice((3, 4, 8)))
+        try:
+            for _ in range(draw.randint(60, 200)):
+                machine.event()
+            machine.end()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        happened += machine.happened
+    assert [kind for kind in HAPPENS if happened[kind] < SEEDS // 10] == [], happened
 
 
 def test_a_snapshot_that_is_read_stays_and_the_least_recently_used_goes() -> None:
@@ -249,7 +338,7 @@ def test_the_same_prompt_again_computes_its_last_token_only() -> None:
     machine = Machine(0)
     for expected in (0, 10):
         machine.now += 1
-        machine.requests["r"] = "abcabcabcab", 1
+        machine.requests["r"] = "abcabcabcab", 1, 0
         generate = Generate(request="r", prompt="abcabcabcab", max_tokens=1, share_prefix=True)
         machine.take(receive(machine.scheduler, generate, machine.now))
         before = machine.cached
