@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
@@ -28,6 +28,14 @@ MAX_KILLS, WITHIN_S = 4, 31.0  # of one process: a run ends for more than 5 with
 MAX_DELAY_S = 0.4
 
 
+class Kill(NamedTuple):
+    """A kill, how many clients waited for their first token, and the seconds until all had their next token."""
+
+    role: str
+    early: int
+    took_s: float
+
+
 class Generations:
     """Asks the same in a thread, over and over until closed; every answer must be the same.
 
@@ -38,6 +46,7 @@ class Generations:
         self._ask_once, self._expected = ask, expected
         self._over = threading.Event()
         self.token_times: list[float] = []
+        self._asked_at = 0.0
         self.answers = 0
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._ask)
@@ -54,6 +63,7 @@ class Generations:
 
     def _ask(self) -> None:
         while not self._over.is_set() and self.failure is None:
+            self._asked_at = time.monotonic()
             try:
                 answer = self._ask_once(lambda: self.token_times.append(time.monotonic()))
             except Exception as error:  # whatever it is, it is told in the test's thread
@@ -62,6 +72,11 @@ class Generations:
             if answer != self._expected:
                 self.failure = f"generation {self.answers}: {answer}, not {self._expected}"
             self.answers += 1
+
+    @property
+    def is_early(self) -> bool:
+        """True if the answer under way has no token yet: its prompt is restored or computed."""
+        return not self.token_times or self.token_times[-1] < self._asked_at
 
     def next_token_after(self, moment: float, within_s: float = 30.0) -> float:
         """Seconds from a moment to the token after it. Raises AssertionError when none comes."""
@@ -112,11 +127,19 @@ def computes(run: Run, role: str, index: int) -> bool:
 
 
 def kill_at_random(
-    run: Run, clients: Sequence[Generations], kills: int, seed: int, processes: Sequence[ProcessSpec] = PROCESSES
-) -> dict[str, list[float]]:
-    """Kill processes in random turns at random moments; seconds until every client had its next token, by role."""
+    run: Run,
+    clients: Sequence[Generations],
+    kills: int,
+    seed: int,
+    processes: Sequence[ProcessSpec] = PROCESSES,
+    max_delay_s: float = MAX_DELAY_S,
+) -> list[Kill]:
+    """Kill processes in random turns at random moments; what came of each kill.
+
+    max_delay_s: so long at most all is well before the next kill
+    """
     draw = random.Random(seed)
-    took: dict[str, list[float]] = {}
+    done: list[Kill] = []
     times: dict[ProcessSpec, list[float]] = {process: [] for process in processes}
     turns: list[ProcessSpec] = []
     for _ in range(kills):
@@ -124,11 +147,12 @@ def kill_at_random(
         process = turns.pop()
         if len(times[process]) >= MAX_KILLS:
             time.sleep(max(0.0, times[process][-MAX_KILLS] + WITHIN_S - time.monotonic()))
-        time.sleep(draw.uniform(0.0, MAX_DELAY_S))
+        time.sleep(draw.uniform(0.0, max_delay_s))
         moment = kill(run, *process)
+        early = sum(one.is_early for one in clients)
         times[process].append(moment)
-        took.setdefault(process[0], []).append(max(one.next_token_after(moment) for one in clients))
-    return took
+        done.append(Kill(process[0], early, max(one.next_token_after(moment) for one in clients)))
+    return done
 
 
 def open_things(shell: Shell, run: Run) -> Counter[str]:

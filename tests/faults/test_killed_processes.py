@@ -99,7 +99,7 @@ def test_a_prompt_on_a_processors_runtime_survives_a_kill_in_its_middle(shell: S
 def test_kills_at_random_moments_change_and_leak_nothing(shell: Shell) -> None:
     """Of every process once, coordinator and gateway among them; what each has open afterwards is what it had before.
     By night there are two hundred."""
-    for role, seconds in sorted(survive(shell, len(SERVED), seed=4).took.items()):
+    for role, seconds in survive(shell, len(SERVED), seed=4).took_s().items():
         print(f"{role}: next tokens after {', '.join(f'{1000 * s:.0f}' for s in seconds)} ms")
 
 
