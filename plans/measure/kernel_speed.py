@@ -3,7 +3,7 @@
     exact       all triggers of a block; then Up and Down rows of a share of its neurons
     predicted   triggers of a share of a block's neurons; then their Up rows, which prefetch Down rows; then Down rows
     matrix      rows of a whole matrix
-    panel       triggers of a block times many tokens
+    panel       triggers of a block times many tokens; times a few, rows in order
     reused      value rows that are still in the cache from the previous token
 
 A repetition lasts some milliseconds and continues where the last one ended, so that its rows are in no cache. Its speed
@@ -36,7 +36,9 @@ SHAPES: tuple[tuple[Quantization, int], ...] = (
     *(("q3", 2048), ("q3", 4096)),  # gates only: their Ups and Downs are q4
 )
 SHARES = (0.1, 0.5)
-PANEL_TOKENS = (16, 64, 512)
+FEW_TOKENS = 8  # the engine packs panels from 16 tokens on
+PANEL_TOKENS = (FEW_TOKENS, 16, 64, 512)
+BRIEF_PANEL_TOKENS = (FEW_TOKENS, 64, 512)
 PANEL_ROWS = 128  # in a call
 MAX_ROW_WEIGHTS = 4096  # wider rows take the same time per byte, and their blocks would exceed a worker's memory
 MATRIX_ROWS = 512  # in a call
@@ -112,7 +114,7 @@ def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
         predicted: tuple[CaseKind, ...] = ("predicted",) if "exact" in measured and manifest.predictor else ()
         kinds.setdefault(quantization, {}).update(dict.fromkeys((*measured, *predicted)))
     share = SHARES[-1] if manifest.model.all_neurons_fire else SHARES[0]
-    amounts: dict[CaseKind, tuple[float, ...]] = {"matrix": (1.0,), "panel": tuple(map(float, PANEL_TOKENS[1:]))}
+    amounts: dict[CaseKind, tuple[float, ...]] = {"matrix": (1.0,), "panel": tuple(map(float, BRIEF_PANEL_TOKENS))}
     return (
         *(
             Case(kind, quantization, width, amount)
@@ -275,24 +277,34 @@ class _Bench:
         return calls
 
     def _matrix(self, neurons: Neurons, _share: float) -> Calls:
+        return self._in_order(neurons, 1, lambda rows: rows * neurons.row_bytes)
+
+    def _in_order(self, neurons: Neurons, tokens: int, work: Callable[[int], float]) -> Calls:
+        """Prepare calls with rows that lie one behind the other. work: that of a number of rows"""
         n, quants = neurons.row_weights, lib.np_quant_bytes(neurons.type, neurons.row_weights)
         rows = self._size_bytes // neurons.row_bytes // MATRIX_ROWS * MATRIX_ROWS
         quants_at = ffi.cast("uint8_t *", self._start)
         scales_at = quants_at + rows * quants
-        vector, out = _activations(neurons, 1)[0], ffi.new("float[]", MATRIX_ROWS)
+        vectors, stride = _activations(neurons, tokens)
+        out = ffi.new("float[]", MATRIX_ROWS * tokens)
         scale_bytes, clock, dot = neurons.row_bytes - quants, time.perf_counter_ns, lib.np_dot_rows
 
         def calls(block: int) -> Iterator[tuple[int, float, int]]:
             first = block * MATRIX_ROWS % rows
             first_quants, scales = quants_at + first * quants, scales_at + first * scale_bytes
             began = clock()
-            dot(neurons.type, first_quants, scales, MATRIX_ROWS, n, vector, 0, 1, ffi.NULL, out, MATRIX_ROWS)
-            yield 0, MATRIX_ROWS * neurons.row_bytes, clock() - began
+            dot(
+                *(neurons.type, first_quants, scales, MATRIX_ROWS, n, vectors, stride, tokens),
+                *(ffi.NULL, out, MATRIX_ROWS),
+            )
+            yield 0, work(MATRIX_ROWS), clock() - began
 
         return calls
 
     def _panel(self, neurons: Neurons, amount: float) -> Calls:
         tokens, n = int(amount), neurons.row_weights
+        if tokens <= FEW_TOKENS:
+            return self._in_order(neurons, tokens, lambda rows: rows * n * tokens)
         vectors, stride = _activations(neurons, tokens)
         panel = _page_aligned(lib.np_panel_bytes(neurons.type, n, tokens))
         lib.np_panel_prepare(neurons.type, vectors, stride, tokens, n, panel)

@@ -29,7 +29,12 @@ KERNELS: dict[tuple[points.DecodeKind, float], tuple[float, float]] = {
     ("predicted_downs", 0.1): (8.9, 17.8),
     ("predicted_downs", 0.5): (16.5, 32.4),
 }
-PANELS = {16: (68.0, 134.5), 64: (130.4, 260.7), 512: (169.0, 335.4)}  # 10^9 token weights per second, by tokens
+PANELS = {
+    8: (40.0, 80.0),
+    16: (68.0, 134.5),
+    64: (130.4, 260.7),
+    512: (169.0, 335.4),
+}  # 10^9 token weights per second, by tokens
 REUSED = {"ups": (72.0, 147.0), "downs": (46.0, 96.0)}  # likewise, by kind
 # MB/s by reads at once, of 4, 16, 64 and 256 KiB.
 FLASH = {1: (59, 224, 543, 1055), 8: (205, 529, 984, 1165), 32: (292, 703, 1094, 1165), 128: (403, 746, 1094, 1165)}

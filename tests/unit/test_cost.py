@@ -13,10 +13,13 @@ from neuronpipe.plans.cost.prompt_time import between_products_ms, products_ms
 from neuronpipe.plans.cost.work_cost import ASSUMED_STEP_FACTOR, ASSUMED_STEP_FACTOR_OF_ONE, WorkCost
 from neuronpipe.plans.device.measured_points import DecodeKind
 from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.lab.shapes.models import model_named
+from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.layout import Quantization, compute_layout, expert_layout, row_bytes
 from neuronpipe.plans.package.manifest import Manifest
 
+from tests.unit.fixed_machine import machine
 from tests.unit.test_device_profile import decode_point, profile
 from tests.unit.test_planner import manifest
 
@@ -109,3 +112,10 @@ def test_a_prompt_takes_longer_than_its_products_and_the_more_the_narrower_the_m
         products, besides = products_ms(model, firing, of, 512), between_products_ms(model, firing, of, 512, 0)
         shares.append(besides / products)
     assert 0.1 < shares[1] < shares[0]
+
+
+def test_a_prompt_whose_experts_meet_few_tokens_is_longer() -> None:
+    """A chunk of 64 tokens leaves 8 for each of 64 experts: OLMoE's prompts took 1.6 times as long as with 512."""
+    model = manifest_of_shape(model_named("olmoe-7b"))
+    of, firing = cost(machine().profile, model), rates(model, "exact")
+    assert products_ms(model, firing, of, 64) / 64 > 1.4 * products_ms(model, firing, of, 512) / 512

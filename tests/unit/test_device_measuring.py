@@ -188,7 +188,7 @@ def test_once_through_everything_with_little_of_each(tmp_path: Path) -> None:
     assert {point.kind for point in profile.decode} == {
         k for kind in ("matrix", "exact", "predicted") for k in KINDS[kind]
     }
-    assert {point.tokens for point in profile.panels} == {16, 64, 512}
+    assert {point.tokens for point in profile.panels} == {8, 16, 64, 512}
     assert {point.kind for point in profile.reused} == {"ups", "downs"}
     assert profile.flash is not None
     assert {cost.request_bytes for cost in profile.flash.costs} == {4096, 16384}  # of 64 KiB the file has too few
@@ -204,7 +204,7 @@ def test_a_profile_for_a_package_has_the_kernels_of_its_quantization(quantizatio
     assert set(all_cases()) <= set(cases)
     of_package = {case.kind for case in cases if case.quantization == quantization}
     assert of_package == {"matrix", "exact", "predicted", "reused", "panel"}
-    assert len(cases) == len(all_cases()) + (0 if quantization in ("q4", "q4k") else 10)
+    assert len(cases) == len(all_cases()) + (0 if quantization in ("q4", "q4k") else 11)
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
