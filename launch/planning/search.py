@@ -25,6 +25,7 @@ from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.plans.planner.candidates import ANSWER, USUAL, SearchResult, Space
 from neuronpipe.plans.planner.default_sizes import context_reason, default_context, plan_for_sequences
 from neuronpipe.plans.planner.device_facts import DeviceFacts, device_facts
+from neuronpipe.plans.planner.long_prompts import with_long_chunks
 from neuronpipe.plans.planner.mode_choice import allowed_modes
 from neuronpipe.plans.planner.plan_options import PlanOptions as PlannerOptions
 from neuronpipe.plans.planner.planned_range import with_ranges
@@ -82,13 +83,20 @@ def search_plan(
         raise UserError(f"--sequences {requirements.sequences}: between 1 and {MAX_SEQUENCES}")
     frequencies = AccessFrequencies.of(subject.manifest, subject.read_activity)
     outcome = _PlanSearch(options, subject, gateway, requirements, frequencies).best()
-    chosen, target_speed = outcome.result.chosen, options.target_tokens_per_s
+    chosen, target_speed, of_prompts = outcome.result.chosen, options.target_tokens_per_s, ""
+    if target_speed is None:
+        chosen, of_prompts = with_long_chunks(subject.manifest, chosen, frequencies)
     plan = chosen.plan
     if several and options.sequences is None and target_speed is None:
         open_choice = dataclasses.replace(chosen.options, offloaded_blocks=None, offloaded_matrices=None)
         plan = plan_for_sequences(subject.manifest, chosen.device, open_choice, frequencies)
     storage = subject.device.storage
-    reasons = [*outcome.result.reasons(), *outcome.reasons, *(() if storage is None else storage.notes())]
+    reasons = [
+        *outcome.result.reasons(),
+        *filter(None, (of_prompts,)),
+        *outcome.reasons,
+        *(() if storage is None else storage.notes()),
+    ]
     if options.context_tokens is None and context_tokens < subject.manifest.model.context_tokens:
         reasons.append(context_reason(subject.manifest.model, context_tokens, sequences))
     if subject.prompts.reason:

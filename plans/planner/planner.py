@@ -52,6 +52,7 @@ from neuronpipe.protocol.frozen import frozen
 
 # Every chunk of a prompt reads all weights once, so a chunk is as large as memory allows.
 CHUNK_TOKENS = (512, 256, 128, 64, 32, 16)
+LONG_CHUNK_TOKENS = (2048, 1024)  # on request (long_prompts.py)
 PREFILL_SHARE = 1 / 8  # maximum of a chunk's buffers, as a share of the memory limit
 # Staging beyond the minimum is limited to both of these.
 STAGING_SHARE = 1 / 32  # of the memory limit
@@ -345,7 +346,8 @@ class _PlanBuilder:
         fixed_runtime_bytes = (
             self._budgets.min_budget(self._shape).private_bytes if runtime_of(self._shape.prefill_backend) else 0
         )
-        sizes = (size for size in CHUNK_TOKENS if (size > min_tokens if max_tokens is None else size <= max_tokens))
+        known = CHUNK_TOKENS if max_tokens is None else (*LONG_CHUNK_TOKENS, *CHUNK_TOKENS)
+        sizes = (size for size in known if (size > min_tokens if max_tokens is None else size <= max_tokens))
         for tokens in (min(size, context) for size in sizes):
             budget = self._budgets.of(self._shape, prefill_chunk_tokens=tokens, staging_bytes=0)
             fits = budget.total_bytes() + staging_bytes + self._min_slots_bytes <= self._usable_bytes
