@@ -83,17 +83,16 @@ PACKAGES = {
     "thresholded": (thresholded(LARGE, 0.5), ("thresholded",)),
     "mixture": (mixture_of_3_700_000_clusters(), ("exact", "predicted")),
 }
+IN_EVERY_RUN = (("small", ANSWER), ("thresholded", USUAL), ("mixture", USUAL))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "request_of"),
     [
-        *((name, USUAL) for name in PACKAGES),
-        *(
-            pytest.param(name, ANSWER, marks=[] if name in ("small", "mixture") else pytest.mark.nightly)
-            for name in PACKAGES
-        ),
+        pytest.param(name, request, marks=[] if (name, request) in IN_EVERY_RUN else pytest.mark.nightly)
+        for request in (USUAL, ANSWER)
+        for name in PACKAGES
     ],
     ids=lambda case: case if isinstance(case, str) else "usual" if case == USUAL else "answer",
 )
@@ -175,7 +174,7 @@ def test_going_back_to_the_rules_never_loses_speed(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(searching, "make_plan", expecting)
     one = search()
-    found = [one.within(int(least * (most / least) ** (n / 50))) for n in range(51)]
+    found = [one.within(int(least * (most / least) ** (n / 25))) for n in range(26)]
     speeds = [speed(each.chosen.plan) for each in found]
     assert speeds == sorted(speeds)
     workers = [each.chosen.workers for each in found]
@@ -246,7 +245,7 @@ def test_a_higher_target_never_takes_less_memory() -> None:
     one = search(request=ANSWER)
     least, *_, most = one.limits_bytes()
     slow, fast = (speed(one.best(limit).plan) for limit in (least, most))
-    limits = [one.reaching(slow + n / 20 * (fast - slow)).chosen.plan.memory.limit_bytes for n in range(20)]
+    limits = [one.reaching(slow + n / 10 * (fast - slow)).chosen.plan.memory.limit_bytes for n in range(10)]
     assert limits == sorted(limits)
     assert limits[0] <= (1 + PROMPT_ALLOWANCE) * least < limits[-1] <= most
 
