@@ -27,12 +27,16 @@ PROMPT = [DRAW.randrange(5, 1000) for _ in range(300)]
 OTHER = [*PROMPT[:70], *(DRAW.randrange(5, 1000) for _ in range(230))]
 
 
+def own_caches(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """Give commands a cache of their own, with the figures of this device; returns the folder of prompts in it."""
+    cache = Path(shutil.copytree(os.environ["XDG_CACHE_HOME"], folder / "cache", ignore=lambda *_: ["prompts"]))
+    patch.setenv("XDG_CACHE_HOME", str(cache))
+    return cache / "neuronpipe" / "prompts"
+
+
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own, with the figures of this device; returns the folder of prompts in it."""
-    cache = Path(shutil.copytree(os.environ["XDG_CACHE_HOME"], tmp_path / "cache", ignore=lambda *_: ["prompts"]))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    return cache / "neuronpipe" / "prompts"
+    return own_caches(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +67,29 @@ def saved(caches: Path, chunks: int) -> bool:
     return eventually(lambda: len(files(caches)) >= chunks)
 
 
+@pytest.fixture(scope="module")
+def saved_prompts(long_shell: Shell, expected: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run leaves that has saved PROMPT and its completion."""
+    with pytest.MonkeyPatch.context() as patch:
+        kept = own_caches(tmp_path_factory.mktemp("saved"), patch)
+        with long_shell.up(DEMO) as run:
+            first = ask(run)
+            assert (first["token_ids"], first["cached_tokens"]) == (expected["one"], 0)
+            assert saved(kept, (len(PROMPT) + MOST - 1) // CHUNK)
+    return kept
+
+
 @pytest.fixture
-def filled(shell: Shell, caches: Path, expected: dict[str, list[int]]) -> Path:
-    """The folder of prompts after a run that has saved PROMPT and its completion."""
-    with shell.up(DEMO) as run:
-        first = ask(run)
-        assert (first["token_ids"], first["cached_tokens"]) == (expected["one"], 0)
-        assert saved(caches, (len(PROMPT) + MOST - 1) // CHUNK)
-    return caches
+def filled(saved_prompts: Path, caches: Path) -> Path:
+    """The folder of prompts with PROMPT and its completion."""
+    return Path(shutil.copytree(saved_prompts, caches))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        (),
-        ("--workers", "2"),
+        pytest.param((), marks=pytest.mark.nightly),
+        pytest.param(("--workers", "2"), marks=pytest.mark.nightly),  # which the next turn has too
         ("--sequences", "3", "--context", "400"),
         ("--ffn-resident", "20%", "--workers", "1"),
         ("--without", "pipeline,bundle"),
@@ -158,22 +170,23 @@ def test_damaged_files_cost_a_line_each_and_are_computed_again(
         assert ask(run)["token_ids"] == expected["one"]
 
 
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("role", ["loader", "coordinator"])
 def test_kills_while_prompts_are_saved_and_restored_leave_nothing_wrong(
-    shell: Shell, caches: Path, expected: dict[str, list[int]], role: str
+    shell: Shell, caches: Path, expected: dict[str, list[int]], role: str, kills: int
 ) -> None:
     draw = random.Random(role)
     with shell.up(DEMO, "--sequences", "1", "--ffn-resident", "30%") as run:
         answers: list[tuple[str, list[int]]] = []
 
         def ask_often() -> None:
-            for number in range(12):
+            for number in range(3 * kills):
                 name, prompt = (("one", PROMPT), ("other", OTHER))[number % 2]
                 answers.append((name, ask(run, prompt)["token_ids"]))
 
         asking = threading.Thread(target=ask_often)
         asking.start()
-        for _ in range(4):
+        for _ in range(kills):
             time.sleep(draw.uniform(0.05, 0.5))
             if asking.is_alive() and eventually(lambda: run.status().ready):
                 answered = len(answers)
@@ -182,7 +195,7 @@ def test_kills_while_prompts_are_saved_and_restored_leave_nothing_wrong(
                 eventually(lambda answered=answered: len(answers) > answered or not asking.is_alive(), PATIENCE_S)
         asking.join(PATIENCE_S)
         assert not asking.is_alive()
-        assert answers == [(name, expected[name]) for name in ("one", "other") * 6]
+        assert answers == [(name, expected[name]) for name in ("one", "other") * (3 * kills // 2)]
     with shell.up(DEMO) as run:
         assert ask(run)["token_ids"] == expected["one"]
         assert ask(run, OTHER)["token_ids"] == expected["other"]
@@ -202,13 +215,12 @@ def test_a_recurrent_model_goes_on_from_the_last_state_that_was_saved(
         assert ask(run, prompt)["token_ids"] == whole
         chunks = len(prompt) // CHUNK
         assert saved(caches, chunks + 1), "the chunks, and a state"
-    for options in (("--workers", "2"), ("--workers", "1", "--sequences", "3", "--ffn-resident", "30%")):
-        with shell.up(package, *options) as run:
-            again = ask(run, prompt)
-            assert again["token_ids"] == whole
-            # The second to last step of the prompt ended with the state that was saved.
-            assert len(prompt) - 512 - CHUNK < again["cached_tokens"] < len(prompt)
-            assert again["cached_tokens"] % CHUNK == 0
+    with shell.up(package, "--workers", "1", "--sequences", "3", "--ffn-resident", "30%") as run:
+        again = ask(run, prompt)
+        assert again["token_ids"] == whole
+        # The second to last step of the prompt ended with the state that was saved.
+        assert len(prompt) - 512 - CHUNK < again["cached_tokens"] < len(prompt)
+        assert again["cached_tokens"] % CHUNK == 0
     states = [file for file in files(caches) if b'"tokens": []' in file.read_bytes()[:4096]]
     assert states
     for file in states:
