@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def undisturbed(long_shell: Shell, converted: Converted) -> list[list[int]]:
         return answers(run)
 
 
-@pytest.mark.parametrize("workers", ["2", "3"])
+@pytest.mark.parametrize("workers", [pytest.param("2", marks=pytest.mark.nightly), "3"])
 def test_any_number_of_workers_says_the_same(
     shell: Shell, converted: Converted, undisturbed: list[list[int]], workers: str
 ) -> None:
@@ -47,7 +47,9 @@ def test_any_number_of_workers_says_the_same(
         assert [answers(run) for _ in range(3)] == 3 * [undisturbed]
 
 
-@pytest.mark.parametrize(("workers", "share"), [("1", 0.0), ("2", 0.3), ("3", 0.0)])
+@pytest.mark.parametrize(
+    ("workers", "share"), [("1", 0.0), ("2", 0.3), pytest.param("3", 0.0, marks=pytest.mark.nightly)]
+)
 def test_any_memory_down_to_the_least_says_the_same(
     shell: Shell, converted: Converted, undisturbed: list[list[int]], workers: str, share: float
 ) -> None:
@@ -63,7 +65,7 @@ def test_any_memory_down_to_the_least_says_the_same(
     assert f"{least:,} bytes" in refused
 
 
-@pytest.mark.parametrize("share", ["50%", "10%"])
+@pytest.mark.parametrize("share", [pytest.param("50%", marks=pytest.mark.nightly), "10%"])
 def test_a_share_of_the_neurons_says_the_same_and_reads_flash(
     shell: Shell, converted: Converted, undisturbed: list[list[int]], share: str
 ) -> None:
@@ -83,26 +85,29 @@ def test_techniques_taken_away_cost_time_and_change_nothing(
 
 
 KINDS = [
-    ("awkward", "f16", None),
-    ("awkward", "q4", None),
-    ("awkward", "q8", None),
-    ("qwen2", "f16", None),  # silu, biases, tied embeddings
-    ("qwen2", "q4", None),
-    ("qwen2", "q4k", None),  # down in q5k, embedding in q6k
+    ("qwen2", "q4k", None),  # silu, biases, tied embeddings; down in q5k, embedding in q6k
     ("awkward", "q5k", None),
     ("awkward", "iq4", None),
     ("qwen2", "mxfp4", None),
     ("awkward", "q5h", None),
-    ("relu2", "f16", None),  # no multiple of 32 in a row of queries: f16 only
-    ("relu2", "f16", "drelu"),
+    ("relu2", "f16", "drelu"),  # no multiple of 32 in a row of queries: f16 only
     ("bamboo", "q8", "drelu"),  # a sliding window
     ("bamboo", "f16", "silu"),
     ("gemma2", "f16", None),  # norms before and after, caps, gelu
     ("gemma3", "q4", None),  # two tables of positions
     ("gemma4", "f16", None),  # heads that differ between layers
     ("gemma4 moe", "q8", None),  # values from keys, norms of branches
-    ("olmo2", "f16", None),  # norms after
-    ("olmo3", "q8", None),
+    ("olmo3", "q8", None),  # norms after
+    # Each recipe and each quantization of these is among those above, or in the other tests here.
+    *(
+        pytest.param(*case, None, marks=pytest.mark.nightly)
+        for case in (
+            *(("awkward", quantization) for quantization in ("f16", "q4", "q8")),
+            *(("qwen2", quantization) for quantization in ("f16", "q4")),
+            ("relu2", "f16"),
+            ("olmo2", "f16"),
+        )
+    ),
 ]
 
 
@@ -122,7 +127,7 @@ def test_every_kind_of_model_says_what_the_reference_engine_says(
         assert (logits.max(axis=1) - chosen < 0.05 * np.abs(logits).max()).all()
 
 
-@pytest.mark.parametrize("recipe", ["gemma3", "gemma4 moe", "olmo2"])
+@pytest.mark.parametrize("recipe", [pytest.param("gemma3", marks=pytest.mark.nightly), "gemma4 moe", "olmo2"])
 def test_norms_of_outputs_are_the_same_for_every_number_of_workers_and_any_memory(
     shell: Shell, converted: Converted, recipe: str
 ) -> None:
@@ -147,19 +152,24 @@ def test_norms_of_outputs_are_the_same_for_every_number_of_workers_and_any_memor
         assert answers(run, prompts) == alone
 
 
+@pytest.fixture(scope="module")
+def bamboo(long_shell: Shell, converted: Converted) -> Iterator[Run]:
+    with long_shell.up(converted("bamboo", "f16").path, "--ffn-resident", "50%") as run:
+        yield run
+
+
 @pytest.mark.parametrize("count", [1, CHUNK, CHUNK + 1, 128])
-def test_prompts_of_every_length(shell: Shell, converted: Converted, count: int) -> None:
+def test_prompts_of_every_length(bamboo: Run, converted: Converted, count: int) -> None:
     package = converted("bamboo", "f16")
     prompt = (4 * tokens(RECIPES["bamboo"], 40))[:count]
-    with shell.up(package.path, "--ffn-resident", "50%") as run:
-        said = run.ask(prompt, 3)
+    said = bamboo.ask(prompt, 3)
     assert said["prompt_tokens"] == count
     assert said["reason"] == ("context" if count == package.manifest.model.context_tokens else "length")
     reference = ReferenceEngine(package).run([*prompt, *said["token_ids"][:-1]]).logits
     assert said["token_ids"] == reference[count - 1 :].argmax(axis=1).tolist()
 
 
-@pytest.mark.parametrize("options", [(), ("--ffn-resident", "30%")])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.nightly), ("--ffn-resident", "30%")])
 def test_three_texts_at_once_say_what_each_says_alone(
     shell: Shell, converted: Converted, options: tuple[str, ...]
 ) -> None:
@@ -198,8 +208,7 @@ def logits_file(shell: Shell, package: Package, name: str, *options: str) -> tup
     [
         ("awkward", "q4", "q3"),
         ("qwen2", "f16", None),
-        ("awkward", "q4k", None),
-        pytest.param("awkward", "q4", None, marks=pytest.mark.nightly),
+        *(pytest.param("awkward", name, None, marks=pytest.mark.nightly) for name in ("q4", "q4k")),
     ],
 )
 def test_logits_are_the_same_bits_on_both_paths_and_in_any_memory(
