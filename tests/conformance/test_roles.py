@@ -58,8 +58,7 @@ def report(shell: Shell, *words: Any) -> tuple[int, dict[str, str]]:
     ("role", "checks"),
     [
         ("decode", 18),
-        ("loader", 19),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("prefill", 18), ("cache", 17))),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("loader", 19), ("prefill", 18), ("cache", 17))),
     ],
 )
 def test_our_own_implementation_passes(shell: Shell, converted: Converted, role: str, checks: int) -> None:
@@ -71,15 +70,17 @@ def test_our_own_implementation_passes(shell: Shell, converted: Converted, role:
 @pytest.mark.parametrize(
     ("role", "name", "why"),
     [
-        ("decode", "OneBitOff", "computes other bits in the same numerics: logits"),
         ("decode", "ShowsNoLife", "decode-0: 0 beats in 1.5 s, without work"),
-        pytest.param(
-            *(
-                "prefill",
-                "CopiesNothing",
-                "computes other bits in the same numerics: a text that begins with another's",
-            ),
-            marks=pytest.mark.nightly,
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("decode", "OneBitOff", "computes other bits in the same numerics: logits"),
+                (
+                    "prefill",
+                    "CopiesNothing",
+                    "computes other bits in the same numerics: a text that begins with another's",
+                ),
+            )
         ),
     ],
 )

@@ -257,7 +257,9 @@ def test_a_step_that_contradicts_itself_is_refused(wrong: dict[str, Any], packag
         participant.compute(dataclasses.replace(right, **wrong))
 
 
-@pytest.mark.parametrize(("name", "quantization"), [("opt", "q8"), ("qwen3", "f16"), ("neox", "q4k")])
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("opt", "q8"), pytest.param("qwen3", "f16", marks=pytest.mark.nightly), ("neox", "q4k")]
+)
 def test_the_pipeline_gives_those_bits_whatever_is_resident(
     name: str, quantization: str, packages: Packages, shell: Shell
 ) -> None:
@@ -401,7 +403,8 @@ def test_a_gate_that_is_no_number_is_not_silent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gated layer norm", pytest.param("smallthinker", marks=pytest.mark.nightly), "turbosparse"]
+    "name",
+    ["gated layer norm", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("smallthinker", "turbosparse"))],
 )
 def test_hints_of_a_predictor_change_no_bit_of_exact_mode(name: str, tmp_path: Path, shell: Shell) -> None:
     """A random predictor: most of its hints are wrong."""

@@ -21,7 +21,7 @@ NAMES = (
     "inspect",
     "plan",
 )
-INPUTS = 25  # of each; tests/nightly/fuzz.py tries as many as its time allows
+INPUTS = 12  # of each; tests/nightly/fuzz.py tries as many as its time allows
 
 
 @pytest.fixture(scope="module")

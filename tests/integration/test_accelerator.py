@@ -193,7 +193,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("an error of OpenCL's", "clEnqueueReadBuffer failed: INVALID_VALUE"),
+        pytest.param("an error of OpenCL's", "clEnqueueReadBuffer failed: INVALID_VALUE", marks=pytest.mark.nightly),
         ("a signal", "it left no message; was it killed by the system for lack of memory?"),
     ],
 )
@@ -309,7 +309,10 @@ def test_how_much_it_computes_follows_the_batch(shell: Shell, undisturbed: dict[
     assert len(answers) == 60
 
 
-@pytest.mark.parametrize(("quantization", "output", "down"), [("q4", "q8", "q4"), ("q4k", "q6k", "q5k")])
+@pytest.mark.parametrize(
+    ("quantization", "output", "down"),
+    [pytest.param("q4", "q8", "q4", marks=pytest.mark.nightly), ("q4k", "q6k", "q5k")],
+)
 def test_matrices_in_other_quantizations_than_the_rest_give_the_same_tokens(
     shell: Shell, tmp_path: Path, quantization: Quantization, output: Quantization, down: Quantization
 ) -> None:

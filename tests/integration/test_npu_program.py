@@ -225,24 +225,24 @@ def test_what_it_cannot_work_with_ends_the_run_with_one_line(shell: Shell, progr
     other = write_package(tmp_path / "other", SPECS["scaled"], "q8").path
     (library,) = RUNTIME.glob("libonnxruntime.so.*")
     silu = write_package(tmp_path / "silu", SPECS["qwen3"], "q8").path
-    gates = write_package(tmp_path / "gates", SPECS["shared gate"], "q8").path
-    nowhere, none = good.replace(str(library), "/nowhere/libonnxruntime.so"), good.replace(str(library), "libm.so.6")
+    nowhere = good.replace(str(library), "/nowhere/libonnxruntime.so")
     refused(
         shell,
         plan,
         (DEMO, nowhere, "ONNX Runtime does not load: /nowhere/libonnx"),
-        (DEMO, none, "libm.so.6: is no ONNX Runtime; name its libonnxruntime.so"),
         (DEMO, good.replace(str(shell.folder / "graphs"), "/nowhere"), "/nowhere/graphs.json: No such file"),
         (other, good, "does not suit this model; make them again with `neuronpipe compile`"),
         (silu, good, "model/activation: this worker computes relu and drelu with a gate"),
-        (gates, good, "model: this worker does not compute this model's routers or attention; use our own prefill"),
     )
     assert shell.refused("compile", silu).endswith("this model has silu")
 
 
 @pytest.mark.nightly
-def test_words_that_it_does_not_know_end_the_run_with_one_line(shell: Shell, program: Path) -> None:
+def test_words_that_it_does_not_know_end_the_run_with_one_line(shell: Shell, program: Path, tmp_path: Path) -> None:
     plan, good = planned(shell, DEMO), words(program, shell.folder / "graphs")
+    (library,) = RUNTIME.glob("libonnxruntime.so.*")
+    none = good.replace(str(library), "libm.so.6")
+    gates = write_package(tmp_path / "gates", SPECS["shared gate"], "q8").path
 
     def provider(named: str) -> str:
         return good.replace("--provider cpu", f"--provider {named}")
@@ -250,6 +250,8 @@ def test_words_that_it_does_not_know_end_the_run_with_one_line(shell: Shell, pro
     refused(
         shell,
         plan,
+        (DEMO, none, "libm.so.6: is no ONNX Runtime; name its libonnxruntime.so"),
+        (gates, good, "model: this worker does not compute this model's routers or attention; use our own prefill"),
         (DEMO, provider("gpu"), "gpu: the providers are cpu, qnn, qnn-emulated"),
         (DEMO, provider("qnn-emulated"), "name the folder of its libraries by --plugins"),
         (DEMO, good.replace("--provider", "--prov"), "--prov: npu-prefill [--graphs FOLDER]"),

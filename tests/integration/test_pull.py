@@ -42,7 +42,9 @@ def test_from_a_name_to_a_conversation(shell: Shell, mirror: Mirror, tmp_path: P
     assert "no package has that name" in shell.refused("run", NAME, *ASK)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL]
+)
 def test_a_pull_that_is_ended_goes_on(number: signal.Signals, shell: Shell, mirror: Mirror) -> None:
     second = "model-00002-of-00002.safetensors"
     mirror.hold[second] = 10_000

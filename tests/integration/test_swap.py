@@ -121,7 +121,12 @@ def swap_while_asking(run: Run, *words: str) -> tuple[list[int], dict[str, int]]
 
 @pytest.mark.parametrize(
     "words",
-    [("decode.1",), ("decode", "--use", FIRING_LOG), ("prefill",), ("loader",), ("cache",)],
+    [
+        ("decode.1",),
+        ("decode", "--use", FIRING_LOG),
+        # These are replaced in a run of a mixture below.
+        *(pytest.param((role,), marks=pytest.mark.nightly) for role in ("prefill", "loader", "cache")),
+    ],
     ids=lambda words: words[0],
 )
 def test_texts_go_on_with_the_same_tokens(half: Run, undisturbed: list[int], words: tuple[str, ...]) -> None:
@@ -165,12 +170,17 @@ def test_texts_of_a_mixture_go_on_with_the_same_tokens(name: str, shell: Shell, 
             "ended before it was ready: RuntimeError: nothing works today",
         ),
         (("decode.1", "--use", "experiment:SaysNothing", *SOON), f"was not ready within {SLOWER:.0f} s"),
-        (("decode.1", "--use", "experiment:SaysHelloForAnother", *SOON), f"was not ready within {SLOWER:.0f} s"),
+        pytest.param(
+            ("decode.1", "--use", "experiment:SaysHelloForAnother", *SOON),
+            f"was not ready within {SLOWER:.0f} s",
+            marks=pytest.mark.nightly,
+        ),
         (("decode.1", "--use", "experiment:OneBitOff"), "computes other bits in the same numerics: logits"),
         (("decode.1", "--use", "experiment:SaysNoNumerics"), "Hello.numerics is empty, and it computes steps"),
-        (
+        pytest.param(
             ("decode.0", "--use", "experiment:NeverAnswers", *LATER),
             "asked for a text of 5 tokens after a prompt of 12, it answered",
+            marks=pytest.mark.nightly,
         ),
         (
             ("loader", "--use", "experiment:ReadsNothing", *LATER),
