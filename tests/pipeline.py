@@ -6,6 +6,7 @@ of a run is found, whoever its parent is by then.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 
 from neuronpipe.launch.client import attach
 from neuronpipe.launch.generation.answer import to_json
+from neuronpipe.launch.verbs.runs import down
+from neuronpipe.protocol.errors import NotRunning
 from neuronpipe.protocol.messages.client import Finished, Status, Token
 from neuronpipe.protocol.messages.request import Generate
 
@@ -220,12 +223,12 @@ class Run:
         return any((p.role, p.index) == (role, index) and p.pid for p in self.status().processes)
 
     def down(self) -> None:
-        """End the run, if it has not ended."""
-        done = self.shell.call("down", "--run", self.path)
-        assert done.code in (0, 3), done.errors
+        """End the run, if it has not ended, as `neuronpipe down` does, but without the start of an interpreter."""
+        with contextlib.suppress(NotRunning), contextlib.redirect_stdout(None):
+            down.main(argparse.Namespace(run=self.path, json=True))
 
 
-def eventually(true: Callable[[], Any], within_s: float = 10.0, every_s: float = 0.01) -> bool:
+def eventually(true: Callable[[], Any], within_s: float = 10.0, every_s: float = 0.03) -> bool:
     """Whether something becomes true in time: `within_s` seconds on a machine of usual speed, looked at so often."""
     deadline = time.monotonic() + within_s * SLOWER
     while not true():
