@@ -29,8 +29,9 @@ from tests.browser import opened_browser
 from tests.conformance.checkpoints import RECIPES, write_checkpoint
 from tests.pipeline import Shell
 
+EXAMPLES = int(os.environ.get("NEURONPIPE_TEST_EXAMPLES", "40"))  # of each property; many at night
 # How long an example takes says something about the machine, and whoever else is busy on it.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 

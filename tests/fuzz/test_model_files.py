@@ -32,7 +32,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 # The fixtures are read and rebuilt by every example, never kept changed.
-fuzzed = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+fuzzed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.codec import Message
@@ -164,13 +164,11 @@ def ended_well(heard: list[Message]) -> bool:
     return isinstance(heard[-1], Finished)
 
 
-@settings(max_examples=300)
 @given(requests())
 def test_any_request_is_answered_or_refused(ask: Generate) -> None:
     ended_well(answers(ask))
 
 
-@settings(max_examples=200)
 @given(servable)
 def test_a_request_within_the_ranges_is_refused_for_its_schema_alone(ask: Generate) -> None:
     heard = answers(ask)

@@ -25,7 +25,7 @@ from neuronpipe.protocol.messages.request import MAX_CALLS, MAX_THOUGHTS, Functi
 from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
 from neuronpipe.protocol.spec import all_messages
 
-EXAMPLES = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 EVERY = Vocabulary(*all_messages())
 GOLDEN_FILE = Path(__file__).parents[1] / "conformance" / "golden_messages.json"
 GOLDEN = [bytes.fromhex(golden["frame"]) for golden in json.loads(GOLDEN_FILE.read_text(encoding="utf-8"))]

@@ -319,7 +319,6 @@ def test_a_resident_share_too_small_for_one_block_per_worker_is_refused() -> Non
         make_plan(manifest(), device(), PlanOptions(ffn_resident_share=0.01))
 
 
-@settings(max_examples=200)
 @given(
     extra=st.one_of(st.integers(0, 12 * MIB), st.integers(0, 2 * GIB)),
     workers=st.integers(1, 5),
