@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def test_an_outdated_reference_is_noticed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(api_reference, "PATH", tmp_path / "api.md")
+    monkeypatch.setattr(api_reference, "text", functools.cache(api_reference.text))
     (tmp_path / "api.md").write_text("old")
     assert api_reference.main([]) == 1
     assert api_reference.COMMAND in capsys.readouterr().err
