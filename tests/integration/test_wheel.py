@@ -172,11 +172,11 @@ def test_what_is_installed_from_an_sdist_answers(from_sdist: Path, tmp_path: Pat
 
 @pytest.mark.alone
 @pytest.mark.parametrize("words", [["--help"], ["ps"], ["list"]], ids=" ".join)
-def test_what_computes_nothing_starts_quickly(from_sdist: Path, tmp_path: Path, words: list[str]) -> None:
-    took_s = []
+def test_what_computes_nothing_starts_quickly(tmp_path: Path, words: list[str]) -> None:
+    command, took_s = Path(sys.executable).with_name("neuronpipe"), []
     for _ in range(5):
         began = time.perf_counter()
-        subprocess.run([from_sdist / "neuronpipe", *words], cwd=tmp_path, capture_output=True, check=True)
+        subprocess.run([command, *words], cwd=tmp_path, capture_output=True, check=True)
         took_s.append(time.perf_counter() - began)
     assert min(took_s) < 0.3 * SLOWER
 
