@@ -251,20 +251,28 @@ def test_what_does_not_fit_the_context_stays_left_out_over_a_reload(browser: Web
         assert [text[:1] for text in server.sent[2]] == ["b", "F", "c"]
 
 
-def test_a_damaged_conversation_is_none(page: Page) -> None:
-    for number, damaged in enumerate((
-        "",
-        "{",
-        "null",
-        "7",
-        "[]",
-        '{"version": 2}',
-        '{"version": 2, "turns": {"length": 2}}',
-        '{"version": 2, "turns": [null]}',
-        '{"version": 2, "turns": [{"question": 7, "answer": "", "note": "", "ended": true}]}',
-        '{"version": 2, "turns": [{"question": "x"}]}',
-        '{"version": 3, "turns": [{"question": "newer", "answer": "", "note": "", "reason": "", "model": ""}]}',
-    )):  # fmt: skip
+DAMAGED = (
+    "{",
+    "null",
+    '{"version": 2}',
+    '{"version": 2, "turns": [null]}',
+    '{"version": 3, "turns": [{"question": "newer", "answer": "", "note": "", "reason": "", "model": ""}]}',
+)
+DAMAGED_ALIKE = (
+    "",
+    "7",
+    "[]",
+    '{"version": 2, "turns": {"length": 2}}',
+    '{"version": 2, "turns": [{"question": 7, "answer": "", "note": "", "ended": true}]}',
+    '{"version": 2, "turns": [{"question": "x"}]}',
+)
+
+
+@pytest.mark.parametrize(
+    "contents", [DAMAGED, pytest.param(DAMAGED_ALIKE, marks=pytest.mark.nightly)], ids=["each kind", "alike"]
+)
+def test_a_damaged_conversation_is_none(page: Page, contents: tuple[str, ...]) -> None:
+    for number, damaged in enumerate(contents):
         store(page, damaged, settings=damaged, draft="")
         assert page.asked == [], damaged
         assert page["hint"].is_displayed()

@@ -178,7 +178,7 @@ def test_reads_stay_within_their_range_and_follow_each_other(tmp_path: Path, mon
 def test_once_through_everything_with_little_of_each(tmp_path: Path) -> None:
     (tmp_path / "bundles.bin").write_bytes(os.urandom(4 * MIB))
     shapes = all_cases((("q4", 2048),))
-    effort = Effort(rounds=1, flash_rounds=1, pace=0.02, kernels=shapes)
+    effort = Effort(rounds=1, flash_rounds=1, pace=0.01, kernels=shapes)
     told: list[tuple[int, int]] = []
     profile = measure_profile(tmp_path, effort=effort, progress=lambda done, total: told.append((done, total)))
     assert parse_profile(profile.to_json().encode(), "p") == profile
