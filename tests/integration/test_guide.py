@@ -36,6 +36,11 @@ NOT_RUN = {
     "--backend": "needs a driver or a runtime; tests/integration/test_accelerator.py, test_backends.py",
     "--use prefill=argv": "needs a phone; tests/integration/test_npu_program.py",
 }
+RUN_AT_NIGHT = {
+    "bench ": "measures for many seconds; tests/integration/test_bench.py",
+    "perplexity ": "computes for many seconds; tests/integration/test_same_tokens.py",
+    "plan qwen3-30b-a3b --memory": "searches for many seconds; the guide plans the same for another device",
+}
 FOREIGN = {
     "docker": "tests/nightly/container.sh",
     "pkg": "Termux",
@@ -96,14 +101,15 @@ def guide_folder(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("at_night", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["quick", "all"])
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.stem)
-def test_every_command_of_a_page_succeeds(page: Path, shell: Shell, guide_folder: Path) -> None:
-    staying = []
+def test_every_command_of_a_page_succeeds(page: Path, at_night: bool, shell: Shell, guide_folder: Path) -> None:
+    staying, left_out = [], NOT_RUN if at_night else NOT_RUN | RUN_AT_NIGHT
     try:
         for command in commands(page):
             words = our_words(command)
             line = " ".join(words or ())
-            if words is None or any(part in line for part in NOT_RUN):
+            if words is None or any(part in line for part in left_out):
                 continue
             words = [word.replace("/tmp/np-guide", str(shell.folder / "r")) for word in words]
             if words[0] == "convert":
