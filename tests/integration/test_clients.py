@@ -16,7 +16,7 @@ from tests.http_client import Server, served
 from tests.pipeline import PATIENCE_S, Shell
 
 MODEL = "neuronpipe-demo"
-PYTHON = ("openai", "langchain", "pydantic_ai", "litellm", "lm_eval")
+PYTHON = ("openai", "langchain", "pydantic_ai", "litellm")
 NODE = ("ai", "ollama")
 
 
