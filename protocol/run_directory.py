@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from neuronpipe.protocol.codec import MAJOR, VERSION, Message, from_map, message, to_map
@@ -43,6 +43,7 @@ PREFIX = "neuronpipe-"
 DOORBELL = "doorbell"
 SUPERVISOR_SOCKET = "supervisor"
 OVERDUE_FILE = "overdue"
+SHOWN_RUNS = 3  # of several, in an error
 BOUND_SOCKETS = Path("/proc/net/unix")
 
 
@@ -186,8 +187,7 @@ class RunDirectory(LockedDirectory):
             return directory, directory.read()
         live = cls.live()
         if len(live) > 1:
-            places = ", ".join(str(directory_of_run.path) for directory_of_run, _ in live)
-            raise UserError(f"several runs are live, name one with --run: {places}")
+            raise several_runs(live)
         return live[0]
 
     @classmethod
@@ -287,6 +287,15 @@ def base() -> Path:
         if place and os.path.isabs(place) and os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
             return Path(place)
     raise UserError("no folder for the run directory can be written; set TMPDIR to one that can")
+
+
+def several_runs(live: Sequence[tuple[RunDirectory, RunFile]]) -> UserError:
+    """Return the error where one of several live runs must be named. It shows a few of them with their packages."""
+    shown = [f"{directory.path} ({Path(file.package).name})" for directory, file in live[:SHOWN_RUNS]]
+    more = f" and {len(live) - len(shown)} more" if len(live) > len(shown) else ""
+    return UserError(
+        f"several runs are live, name one with --run, as `neuronpipe ps` lists them: {', '.join(shown)}{more}"
+    )
 
 
 def started(pid: int) -> int:

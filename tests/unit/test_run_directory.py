@@ -208,7 +208,14 @@ def test_a_process_that_was_not_waited_for_is_dead() -> None:
 
 def test_several_live_runs_must_be_told_apart() -> None:
     assert {live_run().path, live_run().path} == {found.path for found, _ in RunDirectory.live()}
-    with pytest.raises(UserError, match="several runs are live, name one with --run"):
+    with pytest.raises(UserError, match="several runs are live, name one with --run, as `neuronpipe ps` lists them"):
+        RunDirectory.find()
+
+
+def test_of_many_live_runs_an_error_shows_a_few() -> None:
+    for _ in range(5):
+        live_run()
+    with pytest.raises(UserError, match=r"\) and 2 more$"):
         RunDirectory.find()
 
 

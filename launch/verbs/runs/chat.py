@@ -33,7 +33,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.request import MAX_TOKENS
-from neuronpipe.protocol.run_directory import RunDirectory, RunFile
+from neuronpipe.protocol.run_directory import RunDirectory, RunFile, several_runs
 
 COMMON_OPTIONS = ("package", "system", "max_tokens", "temperature", "seed", *planning.COMMON, "run")
 
@@ -126,8 +126,7 @@ def _find_live(
         return None
     matches = [run for run in live if package is None or Path(run[1].package).resolve() == package]
     if len(matches) > 1:
-        paths = ", ".join(str(directory.path) for directory, _ in matches)
-        raise UserError(f"several runs are live, name one with --run: {paths}")
+        raise several_runs(matches)
     return matches[0] if matches else None
 
 
