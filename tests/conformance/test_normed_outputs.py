@@ -211,7 +211,6 @@ def test_layers_of_a_kind_have_its_window(tmp_path: Path) -> None:
         ("gemma4 moe", {"num_experts": None}, "num_experts: expected"),
         ("gemma4 moe", {"attention_bias": True}, "attention_bias: is true"),
         ("olmo3", {"rope_parameters": None}, "rope_theta: does not say which base"),
-        ("olmo2", {"attention_bias": True}, "attention_bias: is true"),
     ],
 )
 def test_a_configuration_that_is_not_supported_is_refused_by_its_key(

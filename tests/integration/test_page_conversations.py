@@ -297,9 +297,23 @@ def store(page: Page, conversation: str, **texts: str) -> None:
         f"localStorage.setItem('neuronpipe-conversation-c0ffee', {json.dumps(conversation)});"
         f"for (const [name, text] of Object.entries({tab})) sessionStorage.setItem(name, text)"
     )
+    if isinstance(page.browser, webdriver.Chrome):
+        with before_each_load(page.browser, keep):
+            page.open()
+        return
     page.browser.get(f"http://127.0.0.1:{page.server.port}/page/icon.svg")  # of the same origin, without scripts
     page.browser.execute_script(keep)
     page.open()
+
+
+@contextlib.contextmanager
+def before_each_load(browser: webdriver.Chrome, source: str) -> Iterator[None]:
+    """A script runs before the page's own while the context lasts."""
+    script = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
+    try:
+        yield
+    finally:
+        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
 
 
 @contextlib.contextmanager
@@ -315,11 +329,8 @@ def forbidden_storage(browser: WebDriver) -> Iterator[None]:
         "for (const name of ['sessionStorage', 'localStorage']) Object.defineProperty(window, name,"
         " { get() { throw new DOMException('', 'SecurityError'); } })"
     )
-    script = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
-    try:
+    with before_each_load(browser, source):
         yield
-    finally:
-        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
 
 
 def test_what_is_kept_is_bounded_to_the_newest_turns(page: Page) -> None:

@@ -35,8 +35,9 @@ def server() -> Iterator[PageServer]:
 
 
 @pytest.fixture
-def page(browser: WebDriver, server: PageServer) -> Page:
-    return Page(browser, server).open()
+def page(browser: WebDriver, server: PageServer) -> Iterator[Page]:
+    yield Page(browser, server).open()
+    browser.get("about:blank")  # a page that outlives its server complains of the requests that it still makes
 
 
 def notes(page: Page) -> list[str]:

