@@ -83,7 +83,7 @@ def search_plan(
         raise UserError(f"--sequences {requirements.sequences}: between 1 and {MAX_SEQUENCES}")
     frequencies = AccessFrequencies.of(subject.manifest, subject.read_activity)
     outcome = _PlanSearch(options, subject, gateway, requirements, frequencies).best()
-    chosen, target_speed, of_prompts = outcome.result.chosen, options.target_tokens_per_s, ""
+    chosen, target_speed, of_prompts = outcome.result.chosen, options.target_tokens_per_s, tuple[str, ...]()
     if target_speed is None:
         chosen, of_prompts = with_long_chunks(subject.manifest, chosen, frequencies)
     plan = chosen.plan
@@ -93,7 +93,7 @@ def search_plan(
     storage = subject.device.storage
     reasons = [
         *outcome.result.reasons(),
-        *filter(None, (of_prompts,)),
+        *of_prompts,
         *outcome.reasons,
         *(() if storage is None else storage.notes()),
     ]

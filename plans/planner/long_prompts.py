@@ -28,34 +28,36 @@ MAX_CHUNK_MS = 60e3  # a cancelled prompt computes its chunk to the end
 
 def with_long_chunks(
     manifest: Manifest, chosen: Candidate, frequencies: AccessFrequencies | None
-) -> tuple[Candidate, str]:
-    """Return the candidate with a larger chunk, if one gains for long prompts, and the reason; else `chosen` and "".
+) -> tuple[Candidate, tuple[str, ...]]:
+    """Return the candidate with a larger chunk and the reason, if one gains for long prompts; else `chosen` and none.
+    It is also `chosen` for a runtime, an accelerator, and where options disable techniques, as in the search.
 
     chosen: the candidate of a search
     frequencies: access frequencies of the clusters, if they were measured
     """
-    compute = chosen.plan.compute
-    has_runtime = bool(runtime_of(RunShape.of(compute).prefill_backend))
-    if compute.prefill_chunk_tokens != CHUNK_TOKENS[0] or has_runtime or chosen.device.accelerator is not None:
-        return chosen, ""
+    compute, options = chosen.plan.compute, chosen.options
+    is_fixed = bool(options.without) or options.baseline is not None or chosen.device.accelerator is not None
+    has_runtime = runtime_of(RunShape.of(compute).prefill_backend) is not None
+    if compute.prefill_chunk_tokens != CHUNK_TOKENS[0] or has_runtime or is_fixed:
+        return chosen, ()
     before_ms = _prompt_ms(manifest, chosen, frequencies)
     best, best_ms = chosen, before_ms
     for chunk in LONG_CHUNK_TOKENS:
         if best_ms is None or 2 * chunk > compute.context_tokens:
             continue
-        options = dataclasses.replace(chosen.options, prefill_chunk_tokens=chunk, depth=chosen.plan.flash.depth)
-        plan = make_plan(manifest, chosen.device, options, frequencies=frequencies)
-        candidate = dataclasses.replace(chosen, options=options, plan=plan)
+        larger = dataclasses.replace(options, prefill_chunk_tokens=chunk, depth=chosen.plan.flash.depth)
+        plan = make_plan(manifest, chosen.device, larger, frequencies=frequencies)
+        candidate = dataclasses.replace(chosen, options=larger, plan=plan)
         if plan.compute.prefill_chunk_tokens != chunk or not _is_allowed(manifest, candidate, chosen, frequencies):
             continue
         prompt_ms = _prompt_ms(manifest, candidate, frequencies)
         if prompt_ms is not None and prompt_ms < (1 - MIN_GAIN) * best_ms:
             best, best_ms = candidate, prompt_ms
     if best is chosen or before_ms is None or best_ms is None:
-        return chosen, ""
+        return chosen, ()
     return best, (
         f"{best.plan.compute.prefill_chunk_tokens} tokens of a prompt at once: {best_ms / 1e3:.2f} s for a prompt of "
-        f"{PROMPT_TOKENS} tokens, with {compute.prefill_chunk_tokens} {before_ms / 1e3:.2f} s"
+        f"{PROMPT_TOKENS} tokens, with {compute.prefill_chunk_tokens} {before_ms / 1e3:.2f} s",
     )
 
 

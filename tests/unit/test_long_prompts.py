@@ -25,7 +25,7 @@ def chosen(shape: str, *, context_tokens: int, memory_bytes: int, chunk: int = 5
 def test_a_streamed_mixtures_experts_meet_more_tokens_at_once() -> None:
     before = chosen("qwen3-30b-a3b", context_tokens=8192, memory_bytes=8 * 10**9)
     manifest = manifest_of_shape(model_named("qwen3-30b-a3b"))
-    after, reason = with_long_chunks(manifest, before, None)
+    after, (reason,) = with_long_chunks(manifest, before, None)
     compute, memory = after.plan.compute, after.plan.memory
     assert compute.prefill_chunk_tokens > before.plan.compute.prefill_chunk_tokens == 512
     assert f"{compute.prefill_chunk_tokens} tokens of a prompt at once" in reason
@@ -49,15 +49,15 @@ def answer_ms(candidate: Candidate) -> float:
 )
 def test_a_chunk_that_gains_nothing_stays(shape: str, context_tokens: int, memory_bytes: int) -> None:
     before = chosen(shape, context_tokens=context_tokens, memory_bytes=memory_bytes)
-    assert with_long_chunks(manifest_of_shape(model_named(shape)), before, None) == (before, "")
+    assert with_long_chunks(manifest_of_shape(model_named(shape)), before, None) == (before, ())
 
 
 def test_a_chunk_that_memory_or_the_search_made_smaller_stays() -> None:
     before = chosen("qwen3-30b-a3b", context_tokens=8192, memory_bytes=8 * 10**9, chunk=256)
-    assert with_long_chunks(manifest_of_shape(model_named("qwen3-30b-a3b")), before, None) == (before, "")
+    assert with_long_chunks(manifest_of_shape(model_named("qwen3-30b-a3b")), before, None) == (before, ())
 
 
 def test_a_cancelled_prompt_does_not_compute_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     before = chosen("qwen3-30b-a3b", context_tokens=8192, memory_bytes=8 * 10**9)
     monkeypatch.setattr(long_prompts, "MAX_CHUNK_MS", 1.0)
-    assert with_long_chunks(manifest_of_shape(model_named("qwen3-30b-a3b")), before, None) == (before, "")
+    assert with_long_chunks(manifest_of_shape(model_named("qwen3-30b-a3b")), before, None) == (before, ())
