@@ -277,10 +277,10 @@ class _Bench:
         return calls
 
     def _matrix(self, neurons: Neurons, _share: float) -> Calls:
-        return self._in_order(neurons, 1, lambda rows: rows * neurons.row_bytes)
+        return self._in_order(neurons, 1, neurons.row_bytes)
 
-    def _in_order(self, neurons: Neurons, tokens: int, work: Callable[[int], float]) -> Calls:
-        """Prepare calls with rows that lie one behind the other. work: that of a number of rows"""
+    def _in_order(self, neurons: Neurons, tokens: int, row_work: int) -> Calls:
+        """Prepare calls with rows that lie one behind the other. row_work: the work of a row"""
         n, quants = neurons.row_weights, lib.np_quant_bytes(neurons.type, neurons.row_weights)
         rows = self._size_bytes // neurons.row_bytes // MATRIX_ROWS * MATRIX_ROWS
         quants_at = ffi.cast("uint8_t *", self._start)
@@ -297,14 +297,14 @@ class _Bench:
                 *(neurons.type, first_quants, scales, MATRIX_ROWS, n, vectors, stride, tokens),
                 *(ffi.NULL, out, MATRIX_ROWS),
             )
-            yield 0, work(MATRIX_ROWS), clock() - began
+            yield 0, MATRIX_ROWS * row_work, clock() - began
 
         return calls
 
     def _panel(self, neurons: Neurons, amount: float) -> Calls:
         tokens, n = int(amount), neurons.row_weights
         if tokens <= FEW_TOKENS:
-            return self._in_order(neurons, tokens, lambda rows: rows * n * tokens)
+            return self._in_order(neurons, tokens, n * tokens)
         vectors, stride = _activations(neurons, tokens)
         panel = _page_aligned(lib.np_panel_bytes(neurons.type, n, tokens))
         lib.np_panel_prepare(neurons.type, vectors, stride, tokens, n, panel)
