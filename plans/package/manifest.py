@@ -300,7 +300,11 @@ class Manifest:
 
     def profile(self, mode: ProfileMode) -> ActivityProfile | None:
         """Return the activity profile of a mode; None if it was not measured."""
-        return next((profile for profile in self.profiles if profile.mode == mode), None)
+        return self._profile_of_mode.get(mode)
+
+    @cached_property
+    def _profile_of_mode(self) -> Mapping[str, ActivityProfile]:
+        return {profile.mode: profile for profile in reversed(self.profiles)}  # the first of a mode counts
 
     def sealed(self) -> Manifest:
         """Return a copy with the id of the content."""
