@@ -58,9 +58,14 @@ def test_an_answer_streams_into_the_page_while_the_pipeline_is_shown(page: Page)
 
 def test_stop_ends_the_generation(page: Page) -> None:
     page.ask("def fibonacci(n):", 400)
-    assert page.eventually(lambda: page.answers[0][0])
-    page["stop"].click()
+    # In the page itself: the whole answer takes less than a second, and a slow machine was too late from here.
+    page.browser.execute_async_script("""
+        const done = arguments[0], body = () => document.querySelector('#messages .assistant .body');
+        const look = () => body()?.textContent ? done(document.getElementById('stop').click()) : setTimeout(look, 5);
+        look();
+    """)
     assert page.eventually(lambda: page.answers[0][1] == "stopped")
+    assert page.answers[0][0]
     assert page.eventually(lambda: page.server.run.status().sequences_active == 0)
     assert page["send"].is_displayed()
 
