@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.plan.document import Expected, Mode, Plan
@@ -139,6 +139,17 @@ class SearchResult:
 
 def chunk_and_depth(plan: Plan) -> tuple[int, int]:
     return plan.compute.prefill_chunk_tokens, plan.flash.depth
+
+
+def with_variant(variant: Variant | None, candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the candidate of this variant, else one with its mode and workers (if nothing is read, there is no other
+    way to read to compare); None if there is neither."""
+    if variant is None:
+        return None
+    exactly = [candidate for candidate in candidates if candidate.variant == variant]
+    key = variant.mode, variant.workers
+    nearly = [candidate for candidate in candidates if (candidate.variant.mode, candidate.workers) == key]
+    return next(iter(exactly + nearly), None)
 
 
 def _chunk_and_depth_reason(plan: Plan, plan_by_rules: Plan) -> str:

@@ -23,7 +23,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.read_sizes import depths
@@ -41,6 +41,7 @@ from neuronpipe.plans.planner.candidates import (
     Variant,
     chunk_and_depth,
     show_speed,
+    with_variant,
 )
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
@@ -53,6 +54,7 @@ from neuronpipe.protocol.frozen import frozen
 # (tests/bench/README.md): a smaller gain may be an error of the model, and the choice would change from start to start.
 # Chunks and depths need no margin: all of them use the same kernels, so the model's errors are the same for all.
 MIN_GAIN = 0.3
+MIN_CHUNK_GAIN = 0.002  # relative
 PRECISION = 0.01  # relative, of the smallest limit that reaches a target speed
 PROMPT_ALLOWANCE = 0.05  # memory for faster prompts, relative to the smallest limit that reaches a target speed
 POINTS = 23  # number of limits at which variants are chosen
@@ -92,7 +94,7 @@ class Search:
         if limit_bytes is None:
             limit_bytes = self.space.place(self.space.workers[0]).memory_bytes
         variant = self._variant_within(limit_bytes)
-        chosen = _with_variant(variant, trial.candidates) or trial.rules or trial.candidates[0]
+        chosen = with_variant(variant, trial.candidates) or trial.rules or trial.candidates[0]
         self._chosen.setdefault(limit_bytes, chosen)
         result = SearchResult(
             candidates=trial.candidates,
@@ -191,10 +193,10 @@ class Search:
             variant = self._variant_within(limit_bytes)
             start = None
             if variant is not None and limit_bytes not in self._trials:
-                start = _with_variant(variant, self._starts(limit_bytes, variant))
+                start = with_variant(variant, self._starts(limit_bytes, variant))
             if start is None:
                 trial = self._try(limit_bytes)
-                chosen = _with_variant(variant, trial.candidates) or trial.rules or trial.candidates[0]
+                chosen = with_variant(variant, trial.candidates) or trial.rules or trial.candidates[0]
             else:
                 chosen = self._fastest(self.refinements(start))
             self._chosen[limit_bytes] = chosen
@@ -317,7 +319,7 @@ class Search:
         if self.ms(rules) <= self.ms(fastest):
             return rules.variant
         previous = self._previous_variant(step)
-        previous_candidate = _with_variant(previous, trial.candidates) if previous is not None else None
+        previous_candidate = with_variant(previous, trial.candidates) if previous is not None else None
         return (
             rules.variant
             if previous_candidate is None or self.ms(rules) <= self.ms(previous_candidate)
@@ -383,7 +385,9 @@ class Search:
 
     def refinements(self, start: Candidate) -> list[Candidate]:
         """Return `start` and the candidates of the same variant with other chunks and depths. Only `start` if options
-        disable techniques, or a speed is not known."""
+        disable techniques, or a speed is not known. Chunks are tried from the largest that fits. Half a chunk gives
+        slots half of the memory that the halving before gave, and reads twice as much for a prompt. So no smaller
+        chunk is tried after one that gained less than MIN_CHUNK_GAIN."""
         expected = start.plan.expected
         is_known = expected.tokens_per_s is not None and expected.prefill_tokens_per_s is not None
         if not is_known or self.options.baseline is not None or self.options.without:
@@ -396,7 +400,7 @@ class Search:
         candidates = {chunk_and_depth(start.plan): start}
         min_tokens = min_chunk_tokens(RunShape.of(compute))
         for depth in self._depths(start):
-            fitted_tokens = CHUNK_TOKENS[0] + 1
+            fitted_tokens, fitted_ms = CHUNK_TOKENS[0] + 1, math.inf
             for chunk in (*(tokens for tokens in CHUNK_TOKENS if tokens > min_tokens), min_tokens):
                 # The plan would be that of the chunk before, reduced by memory; one reduced by partial sums may not.
                 if chunk == fitted_tokens or chunk > fitted_tokens != PARTIAL_TOKENS:
@@ -404,7 +408,10 @@ class Search:
                 tried = dataclasses.replace(options, prefill_chunk_tokens=chunk, depth=depth)
                 candidate = self._candidate(start.device, tried)
                 candidates.setdefault(chunk_and_depth(candidate.plan), candidate)
-                fitted_tokens = candidate.plan.compute.prefill_chunk_tokens
+                before_tokens, before_ms = fitted_tokens, fitted_ms
+                fitted_tokens, fitted_ms = candidate.plan.compute.prefill_chunk_tokens, self.ms(candidate)
+                if fitted_tokens != before_tokens and fitted_ms > (1 - MIN_CHUNK_GAIN) * before_ms:
+                    break
         return list(candidates.values())
 
     def _depths(self, start: Candidate) -> Iterable[int]:
@@ -437,14 +444,3 @@ class _Trial:
     @property
     def measured(self) -> bool:
         return self.fastest.tokens_per_s is not None
-
-
-def _with_variant(variant: Variant | None, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate of this variant, else one with its mode and workers (if nothing is read, there is no other
-    way to read to compare); None if there is neither."""
-    if variant is None:
-        return None
-    exactly = [candidate for candidate in candidates if candidate.variant == variant]
-    key = variant.mode, variant.workers
-    nearly = [candidate for candidate in candidates if (candidate.variant.mode, candidate.workers) == key]
-    return next(iter(exactly + nearly), None)

@@ -107,6 +107,24 @@ def test_more_memory_is_never_expected_to_be_slower(name: str, request_of: Reque
     assert one.ms(found[-1]) < one.ms(found[0]) / 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("small", marks=pytest.mark.nightly), "predicted", "mixture"])
+def test_chunks_that_are_not_tried_would_not_be_faster(name: str) -> None:
+    """The search stops at the first chunk that gains less than 0.2 %; a step of the cost model may hide 1 %."""
+    made_for, modes = PACKAGES[name]
+    one = search(made_for, modes=modes)
+    skipped = 0
+    for limit in one.limits_bytes()[::4]:
+        fastest = one.within(limit).chosen
+        tried = {candidate.plan.compute.prefill_chunk_tokens for candidate in one.refinements(fastest)}
+        for chunk in {512, 256, 128, 64, 32, 16} - tried:
+            skipped += 1
+            options = dataclasses.replace(fastest.options, memory_bytes=limit, prefill_chunk_tokens=chunk)
+            plan = make_plan(made_for, fastest.device, options)
+            assert one.ms(fastest) <= 1.01 * one.request.ms(plan.expected), (limit, chunk)
+    assert skipped
+
+
 @pytest.mark.parametrize("step", [2, 8, 15, -1])
 def test_a_quick_choice_is_nearly_as_fast_and_takes_far_fewer_plans(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
@@ -429,4 +447,4 @@ def test_a_47b_is_searched_in_seconds() -> None:
         described.update(describe(one, one.reaching(1.0)))
 
     assert takes_fewer_loops(search_all, 100)  # some five seconds
-    assert described["plans_compared"] > 300
+    assert described["plans_compared"] > 100
