@@ -213,6 +213,15 @@ class Page:
         )
         return list(self.browser.execute_script(script))
 
+    def act_as_an_answer_begins(self, script: str) -> None:
+        """Run a script in the page when the first words of its first answer are there. The whole answer may take less
+        than a second, and on a slow machine a click from outside comes after its end."""
+        self.browser.execute_async_script(f"""
+            const done = arguments[0], body = () => document.querySelector('#messages .assistant .body');
+            const look = () => body()?.textContent ? done(void ({script})) : setTimeout(look, 5);
+            look();
+        """)
+
     def eventually(self, true: Callable[[], Any]) -> bool:
         """Whether something becomes true in time."""
         return eventually(true, PATIENCE_S, every_s=0.05)  # each look is work for the page

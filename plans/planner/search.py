@@ -383,11 +383,11 @@ class Search:
             raise min(refused, key=lambda error: error.min_bytes)
         return candidates
 
-    def refinements(self, start: Candidate) -> list[Candidate]:
+    def refinements(self, start: Candidate, min_chunk_gain: float = MIN_CHUNK_GAIN) -> list[Candidate]:
         """Return `start` and the candidates of the same variant with other chunks and depths. Only `start` if options
         disable techniques, or a speed is not known. Chunks are tried from the largest that fits. Half a chunk gives
         slots half of the memory that the halving before gave, and reads twice as much for a prompt. So no smaller
-        chunk is tried after one that gained less than MIN_CHUNK_GAIN."""
+        chunk is tried after one that gained less than `min_chunk_gain`; -inf: all chunks are tried."""
         expected = start.plan.expected
         is_known = expected.tokens_per_s is not None and expected.prefill_tokens_per_s is not None
         if not is_known or self.options.baseline is not None or self.options.without:
@@ -410,7 +410,7 @@ class Search:
                 candidates.setdefault(chunk_and_depth(candidate.plan), candidate)
                 before_tokens, before_ms = fitted_tokens, fitted_ms
                 fitted_tokens, fitted_ms = candidate.plan.compute.prefill_chunk_tokens, self.ms(candidate)
-                if fitted_tokens != before_tokens and fitted_ms > (1 - MIN_CHUNK_GAIN) * before_ms:
+                if fitted_tokens != before_tokens and fitted_ms > (1 - min_chunk_gain) * before_ms:
                     break
         return list(candidates.values())
 

@@ -58,12 +58,7 @@ def test_an_answer_streams_into_the_page_while_the_pipeline_is_shown(page: Page)
 
 def test_stop_ends_the_generation(page: Page) -> None:
     page.ask("def fibonacci(n):", 400)
-    # In the page itself: the whole answer takes less than a second, and a slow machine was too late from here.
-    page.browser.execute_async_script("""
-        const done = arguments[0], body = () => document.querySelector('#messages .assistant .body');
-        const look = () => body()?.textContent ? done(document.getElementById('stop').click()) : setTimeout(look, 5);
-        look();
-    """)
+    page.act_as_an_answer_begins("document.getElementById('stop').click()")
     assert page.eventually(lambda: page.answers[0][1] == "stopped")
     assert page.answers[0][0]
     assert page.eventually(lambda: page.server.run.status().sequences_active == 0)
@@ -72,7 +67,7 @@ def test_stop_ends_the_generation(page: Page) -> None:
 
 def test_a_reload_ends_the_generation_and_keeps_the_conversation(page: Page) -> None:
     page.ask("def fibonacci(n):", 400)
-    assert page.eventually(lambda: page.answers[0][0])
+    page.act_as_an_answer_begins("setTimeout(() => location.reload())")
     page.open()
     assert page.asked == ["def fibonacci(n):"]
     assert page.answers[0][1] == "stopped"
@@ -121,8 +116,7 @@ def test_a_message_that_only_the_server_finds_too_long_takes_the_place_of_those_
 
 def test_a_new_conversation_ends_the_answer_of_the_one_before(page: Page) -> None:
     page.ask("def fibonacci(n):", 400)
-    assert page.eventually(lambda: page.answers[0][0])
-    page["new-in-list"].click()
+    page.act_as_an_answer_begins("document.getElementById('new-in-list').click()")
     assert page.eventually(lambda: page.server.run.status().sequences_active == 0)
     page.ask("import os", 8)
     assert page.eventually(lambda: page.answers and page.answers[0][1].startswith("8 tokens"))

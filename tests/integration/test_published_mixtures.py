@@ -42,4 +42,4 @@ def test_a_long_prompt_reads_only_what_is_absent(shell: Shell, tmp_path: Path) -
     bank_bytes = package.manifest.clusters * package.manifest.layout.cluster_stride_bytes
     with shell.up(package.path, "--ffn-resident", "75%", "--context", "512") as run:
         read_bytes = [run.ask(list(range(n, n + 400)), 1)["flash"]["bytes"] for n in (0, 400, 800, 1200)]
-    assert read_bytes[-1] < 0.7 * bank_bytes
+    assert sum(read_bytes[1:]) < 0.7 * 3 * bank_bytes  # one alone depends on what the prompt before left resident
