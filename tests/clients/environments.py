@@ -25,7 +25,7 @@ from types import FrameType
 HERE = Path(__file__).resolve().parent
 PLACE = HERE.parents[1] / "build" / "clients"
 NODE = "node"
-IN_CI = ("ci", NODE)
+IN_CI = (NODE,)
 STAMP = "made-from"
 PR_SET_PDEATHSIG = 1
 

@@ -48,6 +48,7 @@ def test_the_wall_clock_jumps_and_the_other_one_does_not(jumping: None) -> None:
     assert monotonic[-1] - monotonic[0] < 1
 
 
+@pytest.mark.nightly
 def test_a_run_does_not_notice(shell: Shell, converted: Converted, request: pytest.FixtureRequest) -> None:
     """The same text, over HTTP too; nobody is taken for silent, late or gone, at work or idle."""
     package = converted("awkward", "q8").path

@@ -107,6 +107,7 @@ def test_a_server_of_somebody_elses_run_that_is_told_to_end_leaves_the_run(shell
         assert run.status().ready
 
 
+@pytest.mark.nightly
 def test_a_watcher_that_is_told_to_end_leaves_and_that_is_no_error(shell: Shell) -> None:
     with shell.up(DEMO) as run:
         process = shell.start("watch", "--json", run.path)
@@ -117,6 +118,7 @@ def test_a_watcher_that_is_told_to_end_leaves_and_that_is_no_error(shell: Shell)
         assert run.status().ready
 
 
+@pytest.mark.nightly
 def test_other_commands_say_which_signal_ended_them(shell: Shell) -> None:
     with shell.up(DEMO, "--workers", "1") as run:
         process = shell.start("ask", "--run", run.path, "-p", "def f(", "-n", "480", "--ignore-end")
@@ -127,6 +129,7 @@ def test_other_commands_say_which_signal_ended_them(shell: Shell) -> None:
         assert eventually(lambda: run.status().sequences_active == 0)
 
 
+@pytest.mark.nightly
 def test_a_signal_that_is_ignored_from_the_start_ends_nothing(shell: Shell, package: Path) -> None:
     process = shell.start(
         "run", package, "-p", "x", "-n", "8", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)

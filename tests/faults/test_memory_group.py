@@ -100,6 +100,7 @@ def killed_in_turns(run: Run) -> None:
         assert run.ask(PROMPT, TOKENS)["token_ids"] == expected
 
 
+@pytest.mark.nightly
 def test_everything_a_run_holds_stays_within_its_least_limit_while_processes_are_killed(
     shell: Shell, group: Group, demo: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_everything_a_run_holds_stays_within_its_least_limit_while_processes_are
     assert watched.bytes + libraries <= least
 
 
+@pytest.mark.nightly
 def test_a_run_with_a_gateway_stays_within_its_least_limit(shell: Shell, group: Group, demo: Path) -> None:
     least = int(shell.json("plan", "--gateway", demo, *OPTIONS)["memory"]["least_bytes"])
     words = ("serve", demo, "--port", "0", "--json", "--memory", str(least), *OPTIONS)
@@ -131,6 +133,7 @@ def test_a_run_with_a_gateway_stays_within_its_least_limit(shell: Shell, group: 
     assert watched.bytes + libraries <= least
 
 
+@pytest.mark.nightly
 def test_the_page_cache_of_a_package_is_within_the_least_limit_too(shell: Shell, group: Group, package: Path) -> None:
     with Watched(group, package) as watched:
         run, least = up(shell, group, package)

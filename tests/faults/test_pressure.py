@@ -34,6 +34,7 @@ def slots_now(run: Run) -> tuple[int, int]:
         return shown[0], shown[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", [pytest.param("exact", marks=pytest.mark.nightly), "predicted"])
 def test_slots_go_while_another_program_needs_the_memory_and_come_back(shell: Shell, group: Group, mode: str) -> None:
     group.limit(GROUP_BYTES)

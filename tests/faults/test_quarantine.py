@@ -71,7 +71,7 @@ def restarts(server: Server) -> dict[str, int]:
     ("use", "body", "deaths"),
     [
         ("coordinator=killers:ExitsAtAdmission", MAGIC, {"coordinator": 2}),
-        ("coordinator=killers:DiesAtTheFifthToken", MAGIC, {"coordinator": 2}),
+        pytest.param("coordinator=killers:DiesAtTheFifthToken", MAGIC, {"coordinator": 2}, marks=pytest.mark.nightly),
         pytest.param(
             "coordinator=killers:IsKilledAtTheFifthToken", MAGIC, {"coordinator": 3}, marks=pytest.mark.nightly
         ),
@@ -105,6 +105,7 @@ def test_what_ends_a_process_twice_is_refused_and_a_bystanders_text_is_whole(
         assert text_of(server) == alone
 
 
+@pytest.mark.nightly
 def test_one_killer_after_the_other_does_not_end_the_run(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """The restart budget of five deaths within half a minute is for causes that stay."""
     (shell.folder / "killers.py").write_text(KILLERS)

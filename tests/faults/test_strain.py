@@ -45,6 +45,7 @@ def control_path(run: Run) -> str:
     return run_file.endpoints["control"].removeprefix("ipc://")
 
 
+@pytest.mark.nightly
 def test_a_thousand_connects_and_disconnects_leave_nothing_open(run: Run, undisturbed: list[int]) -> None:
     """Some leave at once, some with an answer on its way, some with a text being generated."""
     before = open_things(run.shell, run)

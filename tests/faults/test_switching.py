@@ -104,6 +104,7 @@ def killing(run: Run, seed: int, processes: list[tuple[str, int]]) -> Iterator[l
         thread.join()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("switches", [24, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_switching_between_numbers_of_texts_under_kills_loses_nothing(
     shell: Shell, switching_plan: Path, switches: int

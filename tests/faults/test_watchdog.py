@@ -38,7 +38,11 @@ def gone_on(run: Run, prompt: list[int], count: int, then: Callable[[], None]) -
     return answer
 
 
-@pytest.mark.parametrize("roles", [("coordinator",), ("loader", "cache", "decode", "prefill", "gateway")], ids="+".join)
+@pytest.mark.parametrize(
+    "roles",
+    [pytest.param(("coordinator",), marks=pytest.mark.nightly), ("loader", "cache", "decode", "prefill", "gateway")],
+    ids="+".join,
+)
 def test_processes_that_a_signal_has_stopped_are_replaced_and_the_text_goes_on(
     shell: Shell, converted: Converted, roles: tuple[str, ...]
 ) -> None:

@@ -14,7 +14,7 @@ from schemathesis import GenerationMode
 from tests.http_client import Server, served
 from tests.pipeline import Shell
 
-EXAMPLES = int(os.environ.get("NEURONPIPE_FUZZ_EXAMPLES", "10"))  # of each endpoint; more by hand
+EXAMPLES = int(os.environ.get("NEURONPIPE_FUZZ_EXAMPLES", "4"))  # of each endpoint; a hundred at night
 MAX_TEXTS = 2
 COUNTING = "/v1/messages/count_tokens"  # it generates no text
 

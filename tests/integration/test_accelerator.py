@@ -58,7 +58,7 @@ def run(long_shell: Shell) -> Iterator[Run]:
         ("exact", "--workers 1 --ffn-resident 25% --gpu-memory 4MiB"),
         pytest.param("exact", "--workers 2 --gpu-memory 1GiB", marks=pytest.mark.nightly),
         pytest.param("predicted", "--workers 2 --ffn-resident 40% --gpu-memory 8MiB", marks=pytest.mark.nightly),
-        ("predicted", "--workers 1"),
+        pytest.param("predicted", "--workers 1", marks=pytest.mark.nightly),
     ],
 )
 def test_the_same_tokens_with_an_accelerator(
@@ -77,6 +77,7 @@ def test_the_same_tokens_with_an_accelerator(
         assert compute.max_offloaded_blocks() / BLOCKS < answer["accelerator_share"] < 1, "its blocks are the hottest"
 
 
+@pytest.mark.nightly
 def test_who_has_all_blocks_leaves_nothing_to_read(shell: Shell, undisturbed: dict[str, list[int]]) -> None:
     with shell.up(DEMO, *OPENCL, "--workers", "1", "--ffn-resident", "15%", "--gpu-memory", "1GiB") as run:
         answer = run.ask(PROMPT, 32)
@@ -84,6 +85,7 @@ def test_who_has_all_blocks_leaves_nothing_to_read(shell: Shell, undisturbed: di
     assert answer["accelerator_share"] == answer["accelerator_matrix_share"] == 1
 
 
+@pytest.mark.nightly
 def test_texts_that_share_steps_are_each_as_alone(run: Run, undisturbed: dict[str, list[int]]) -> None:
     answers: list[Any] = []
     threads = [threading.Thread(target=lambda: answers.append(run.ask(PROMPT, 32))) for _ in range(4)]
@@ -143,6 +145,7 @@ def test_the_text_goes_on_through_a_stop_and_the_stopped_process_is_replaced(
     assert again["accelerator_share"] > 0
 
 
+@pytest.mark.nightly
 def test_a_device_that_is_lost_in_the_middle_of_a_step_costs_no_token(
     shell: Shell, undisturbed: dict[str, list[int]]
 ) -> None:
@@ -252,6 +255,7 @@ def test_a_model_that_needs_an_exponential_is_refused(shell: Shell, tmp_path: Pa
     assert "this model has silu" in shell.refused("plan", package.path, *OPENCL)
 
 
+@pytest.mark.nightly
 def test_damaged_weights_are_not_held(shell: Shell, tmp_path: Path) -> None:
     package = write_package(tmp_path / "package", SPECS["scaled"], "q8")
     with package.bundles_path.open("r+b") as file:
@@ -260,6 +264,7 @@ def test_damaged_weights_are_not_held(shell: Shell, tmp_path: Path) -> None:
     assert "layer 0, neurons 0 to" in shell.refused("up", package.path, *OPENCL)
 
 
+@pytest.mark.nightly
 def test_memory_is_kept(shell: Shell) -> None:
     """Of the driver, and of what the device holds, which shares this machine's memory here."""
     least = shell.json("plan", DEMO, *OPENCL)["memory"]["least_bytes"]
@@ -277,6 +282,7 @@ def test_the_conformance_suite_tries_an_accelerator(shell: Shell) -> None:
     assert "is started again after accelerator.0 was killed" in done.out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kills", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_how_much_it_computes_follows_the_batch(shell: Shell, undisturbed: dict[str, list[int]], kills: int) -> None:
     """Texts come and go, so that every step has another share than the last; and it dies meanwhile."""
@@ -309,6 +315,7 @@ def test_how_much_it_computes_follows_the_batch(shell: Shell, undisturbed: dict[
     assert len(answers) == 60
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("quantization", "output", "down"),
     [pytest.param("q4", "q8", "q4", marks=pytest.mark.nightly), ("q4k", "q6k", "q5k")],

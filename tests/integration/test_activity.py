@@ -75,6 +75,7 @@ def test_a_mixtures_run_records_what_the_reference_computes(shell: Shell, text: 
     assert "whole experts" in page
 
 
+@pytest.mark.nightly
 def test_predicted_mode_has_a_profile_of_its_own(shell: Shell, text: Path, tmp_path: Path) -> None:
     package, _ = give_predictor(write_package(tmp_path / "p", SPECS["gated layer norm"], "q8"), list(range(60)))
     words = ("profile", package.path, "--activity", "--text", text, "--tokens", "512")
@@ -86,6 +87,7 @@ def test_predicted_mode_has_a_profile_of_its_own(shell: Shell, text: Path, tmp_p
     assert exact["wanted_by_layer"] != predicted["wanted_by_layer"]
 
 
+@pytest.mark.nightly
 def test_an_interrupted_recording_goes_on_and_ends_as_if_nothing_had_been(
     shell: Shell, text: Path, tmp_path: Path
 ) -> None:
@@ -107,6 +109,7 @@ def test_an_interrupted_recording_goes_on_and_ends_as_if_nothing_had_been(
     assert files[0] == files[1]
 
 
+@pytest.mark.nightly
 def test_the_demo_says_the_same_after_it_was_reordered(shell: Shell, demo: Path) -> None:
     ask = ("run", demo, "-p", "import os", "-n", "24", "--temperature", "0")
     before = shell.json(*ask)["token_ids"]

@@ -76,7 +76,14 @@ def test_prompts_by_a_neural_processors_runtime_agree_with_the_native_engine(she
 
 @pytest.mark.parametrize(
     ("recipe", "quantization"),
-    [("relu2", "f16"), ("opt", "f16"), ("qwen3", "f16"), ("awkward", "q8"), ("awkward", "q4")],
+    [
+        ("qwen3", "f16"),
+        ("awkward", "q4"),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in (("relu2", "f16"), ("opt", "f16"), ("awkward", "q8"))
+        ),
+    ],
 )
 def test_prompts_by_numpy_agree_with_the_native_engine(
     shell: Shell, converted: Converted, recipe: str, quantization: str

@@ -47,7 +47,13 @@ def test_a_truncated_file_is_named(shell: Shell, package: Path, name: str) -> No
     assert "truncated" in said
 
 
-@pytest.mark.parametrize("name", ["fixed.safetensors", "tokenizer.json", "checksums.bin"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fixed.safetensors",
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in ("tokenizer.json", "checksums.bin")),
+    ],
+)
 def test_a_changed_bit_is_found_at_the_start(shell: Shell, package: Path, name: str) -> None:
     file = package / name
     flip(file, file.stat().st_size // 2)
@@ -163,6 +169,7 @@ def test_words_that_mean_nothing(
     assert named in line
 
 
+@pytest.mark.nightly
 def test_a_prompt_may_be_a_word_and_one_without_a_blank_is_told_where_it_belongs(shell: Shell, package: Path) -> None:
     said = shell.json("run", package, "Once upon a time", "-n", "4")
     assert said["text"] == shell.json("run", package, "-p", "Once upon a time", "-n", "4")["text"]
@@ -175,6 +182,7 @@ def test_a_prompt_may_be_a_word_and_one_without_a_blank_is_told_where_it_belongs
     assert "no such package directory; make one" in shell.refused("run", "Once upon a time", "-p", "x")
 
 
+@pytest.mark.nightly
 def test_a_model_file_is_run_by_the_package_that_is_made_of_it(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +195,7 @@ def test_a_model_file_is_run_by_the_package_that_is_made_of_it(
     assert len(texts) == 1
 
 
+@pytest.mark.nightly
 def test_a_silu_model_that_does_not_fit_is_told_once_that_every_neuron_fires(
     shell: Shell, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +299,7 @@ def test_a_plan_for_another_package_is_refused(shell: Shell, package: Path, conv
     assert str(plan) in shell.refused("run", package, *ASK, "--plan", plan)
 
 
+@pytest.mark.nightly
 def test_sources_that_would_be_computed_wrongly(shell: Shell, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", TINY)
     file = source / "config.json"

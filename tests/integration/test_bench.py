@@ -89,6 +89,7 @@ def test_bench_measures_a_run_and_says_where_the_time_went(shell: Shell, tmp_pat
     assert f"Against {old}, new / old:" in compared.out
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_bench_measures_several_texts_at_once(shell: Shell) -> None:
     words = ("bench", DEMO, "--tests", "tg32", "--repetitions", "1", "--ffn-resident", "100%", "--json")
@@ -100,6 +101,7 @@ def test_bench_measures_several_texts_at_once(shell: Shell) -> None:
     assert four["planned"]["dram_bytes_per_token"] < alone["planned"]["dram_bytes_per_token"]
 
 
+@pytest.mark.nightly
 def test_what_bench_needs_for_itself_does_not_count_in_the_runs_memory(shell: Shell) -> None:
     """Its prompts were made in the parent of all processes: 33 MiB more than the same run takes otherwise."""
     words = ("--workers", "2", "--sequences", "1", "--ffn-resident", "50%")
@@ -170,6 +172,7 @@ def test_trace_of_some_seconds_has_what_happened_in_them(shell: Shell, tmp_path:
     assert min(steps - {0}) > before
 
 
+@pytest.mark.nightly
 def test_two_implementations_are_compared_in_one_run(shell: Shell) -> None:
     firing = "decode=neuronpipe.services.examples.firing:FiringLog"
     words = ("bench", "--tests", "tg8", "--repetitions", "2", "--workers", "1", "--versus", firing)

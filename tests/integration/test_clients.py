@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.http_client import Server, served
 from tests.pipeline import PATIENCE_S, Shell
 
 MODEL = "neuronpipe-demo"
-PYTHON = ("openai", "langchain", "pydantic_ai", "litellm")
+AT_NIGHT = ("langchain", "pydantic_ai", "litellm")
 NODE = ("ai", "ollama")
 
 
@@ -42,10 +43,10 @@ def skipped_unless_ci(why: environments.Missing) -> None:
     pytest.skip(f"the clients are not installed: {why}")
 
 
-@pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.parametrize("name", ["openai", *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT)])
 def test_a_client_in_python_does_all_that_it_is_asked(server: Server, name: str) -> None:
     try:
-        python = environments.python("ci")
+        python = environments.python("pinned") if name in AT_NIGHT else Path(sys.executable)
     except environments.Missing as why:
         skipped_unless_ci(why)
     errors = report(server, python, environments.HERE / f"use_{name}.py")

@@ -10,6 +10,7 @@ import string
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 
@@ -166,6 +167,7 @@ def test_plan_gateway_shows_what_serve_obeys(shell: Shell, converted: Converted)
     assert shell.json("plan", "--gateway", "--sequences", "3", *options)["compute"]["sequences"] == 3
 
 
+@pytest.mark.nightly
 def test_up_and_serve_have_room_for_texts_that_cost_one_text_hardly_anything(shell: Shell) -> None:
     """Both had as many KV caches as the limit holds with the fewest neurons; then one, since a second took as much from
     neurons, whether or not it ever came. Slots have its memory until it does."""
@@ -184,6 +186,7 @@ def test_up_and_serve_have_room_for_texts_that_cost_one_text_hardly_anything(she
             assert run.status().max_sequences >= 2
 
 
+@pytest.mark.nightly
 def test_every_verb_that_runs_a_silu_model_can_leave_silent_neurons_out(
     shell: Shell, converted: Converted, tmp_path: Path
 ) -> None:

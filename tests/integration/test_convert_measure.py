@@ -14,6 +14,7 @@ from tests.pipeline import Shell
 TEXT = "A package is measured with a run of it, and so is its source in f16. " * 4
 
 
+@pytest.mark.nightly
 def test_a_new_package_is_compared_with_its_source_in_f16(shell: Shell, tmp_path: Path) -> None:
     source, text = write_checkpoint(tmp_path / "source", TINY), tmp_path / "text.txt"
     text.write_text(TEXT)

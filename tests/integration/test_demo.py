@@ -29,7 +29,7 @@ def test_it_is_what_runs_when_no_package_is_named(shell: Shell) -> None:
     assert said["text"].lstrip("\n").startswith("    ")
 
 
-@pytest.mark.parametrize("share", ["50%", "10%"])
+@pytest.mark.parametrize("share", [pytest.param("50%", marks=pytest.mark.nightly), "10%"])
 def test_with_a_share_of_its_neurons_it_reads_flash_and_says_the_same(shell: Shell, share: str) -> None:
     whole = shell.json("run", "-p", PROMPT, "-n", "32")
     part = shell.json("run", "-p", PROMPT, "-n", "32", "--ffn-resident", share)

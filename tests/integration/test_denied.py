@@ -79,6 +79,7 @@ def test_an_apps_sandbox_changes_no_token(shell: Shell, converted: Converted) ->
     assert sandboxed["flash"]["reads"] > 0
 
 
+@pytest.mark.nightly
 def test_an_apps_sandbox_is_what_the_doctor_describes(shell: Shell, converted: Converted) -> None:
     found = shell.json("doctor", converted("awkward", "q8").path, preexec_fn=as_an_app)
     checks = {check["name"]: check for check in found["checks"]}
@@ -106,6 +107,7 @@ def test_one_core_of_several_changes_no_token(shell: Shell, converted: Converted
     assert alone["token_ids"] == shell.json("run", package, *ASK)["token_ids"]
 
 
+@pytest.mark.nightly
 def test_cores_that_are_gone_since_the_plan_was_made_do_not_end_the_run(shell: Shell, converted: Converted) -> None:
     package = converted("awkward", "q8").path
     try:

@@ -38,8 +38,8 @@ def bits(run: Run, prompt: list[int]) -> tuple[list[int], Any]:
     ("recipe", "quantization", "options"),
     [
         ("awkward", "q4", ("--workers", "2")),
-        ("awkward", "f16", ("--workers", "1")),
-        ("mixtral", "q8", ("--workers", "2", "--sequences", "2")),
+        pytest.param("awkward", "f16", ("--workers", "1"), marks=pytest.mark.nightly),
+        pytest.param("mixtral", "q8", ("--workers", "2", "--sequences", "2"), marks=pytest.mark.nightly),
     ],
 )
 def test_it_changes_no_bit(
@@ -89,6 +89,7 @@ def test_a_damaged_row_fails_the_texts_that_need_it(shell: Shell, converted: Con
         assert all(process.restarts == 0 for process in run.status().processes)
 
 
+@pytest.mark.nightly
 def test_a_trial_before_a_swap_shares_what_is_in_memory(shell: Shell, converted: Converted, loader_in_c: Path) -> None:
     package, prompt = converted("awkward", "q4"), tokens(RECIPES["awkward"], 9)
     for on_flash in (False, True):
@@ -101,6 +102,7 @@ def test_a_trial_before_a_swap_shares_what_is_in_memory(shell: Shell, converted:
             assert run.ask(prompt, 6)["token_ids"] == before
 
 
+@pytest.mark.nightly
 def test_the_loader_in_c_leaves_it_on_flash(shell: Shell, converted: Converted, loader_in_c: Path) -> None:
     package, prompt = converted("awkward", "q4"), tokens(RECIPES["awkward"], 9)
     plan = plan_file(shell, package, "plan.json", "--without", "bundle")

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 
 import psutil
+import pytest
 from neuronpipe.launch.planning import DEMO
 
 from tests.http_client import PATIENCE_S, Reply, Server, request, served
@@ -80,6 +81,7 @@ def test_a_run_that_starts_says_so_and_serves_when_it_is_ready(shell: Shell) -> 
         assert server.post("/v1/completions", **{**LONG, "max_tokens": 2}).status == 200
 
 
+@pytest.mark.nightly
 def test_a_coordinator_that_does_not_answer_is_not_waited_for_without_end(shell: Shell) -> None:
     with served(shell) as server:
         coordinator = server.run.pid("coordinator")

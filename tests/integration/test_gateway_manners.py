@@ -378,6 +378,7 @@ def test_a_port_in_use_is_one_line(server: Server, shell: Shell) -> None:
     assert "--port 0" in shell.refused("serve", "--port", str(server.port), beside=True)
 
 
+@pytest.mark.nightly
 def test_a_head_that_does_not_come_is_given_up_in_time(server: Server) -> None:
     began = time.monotonic()
     with server.connect() as line:

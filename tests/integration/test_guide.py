@@ -41,6 +41,8 @@ RUN_AT_NIGHT = {
     "perplexity ": "computes for many seconds; tests/integration/test_same_tokens.py",
     "plan qwen3-30b-a3b --memory": "searches for many seconds; the guide plans the same for another device",
 }
+IN_EVERY_RUN = ("README", "install", "serve-and-clients", "swap-a-worker")
+"""Pages of which the quick commands are run in CI. All commands of all pages are run at night."""
 FOREIGN = {
     "docker": "tests/nightly/container.sh",
     "pkg": "Termux",
@@ -101,8 +103,16 @@ def guide_folder(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("at_night", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["quick", "all"])
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    ("page", "at_night"),
+    [
+        pytest.param(page, at_night, id=f"{page.stem} {'all' if at_night else 'quick'}", marks=marks)
+        for page in PAGES
+        if page.name not in GENERATED
+        for at_night, marks in ((False, ()), (True, (pytest.mark.nightly,)))
+        if at_night or page.stem in IN_EVERY_RUN
+    ],
+)
 def test_every_command_of_a_page_succeeds(page: Path, at_night: bool, shell: Shell, guide_folder: Path) -> None:
     staying, left_out = [], NOT_RUN if at_night else NOT_RUN | RUN_AT_NIGHT
     try:

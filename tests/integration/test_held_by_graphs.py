@@ -88,10 +88,11 @@ def test_texts_are_told_whole_while_it_is_killed(run: Run) -> None:
 @pytest.mark.parametrize(
     "killed",
     [
-        ("decode", 0),
         ("loader", 0),
-        ("cache", 0),
-        *(pytest.param(one, marks=pytest.mark.nightly) for one in (("decode", 1), ("prefill", 0))),
+        *(
+            pytest.param((role, index), marks=pytest.mark.nightly)
+            for role, index in (("decode", 0), ("decode", 1), ("cache", 0), ("prefill", 0))
+        ),
     ],
 )
 def test_a_text_keeps_its_bits_while_any_other_process_is_killed(long_shell: Shell, killed: tuple[str, int]) -> None:

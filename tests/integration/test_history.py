@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.history.history_file import history_folder
 from neuronpipe.plans.plan.document import read_plan
@@ -27,6 +28,7 @@ def wrong_plan(shell: Shell, file: Path, **factors: float) -> Path:
     return file
 
 
+@pytest.mark.nightly
 def test_a_wrong_term_is_named_within_two_hundred_tokens_and_corrected_for_the_next_start(
     shell: Shell, tmp_path: Path
 ) -> None:

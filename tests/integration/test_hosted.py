@@ -122,6 +122,7 @@ def test_ps_shows_where_the_server_is_and_what_it_serves(server: Server, package
     assert f"{address}\n  each model has a run while requests name it\n  {first}: ready\n  {second}: ready" in shown
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_gateway_that_dies_or_is_stopped_is_started_again_and_finds_the_runs(
     server: Server, packages: list[Package], number: signal.Signals
@@ -149,6 +150,7 @@ def test_a_run_that_dies_is_started_again_by_the_next_request(server: Server, pa
     assert states(server)[packages[0].manifest.name] == "ready"
 
 
+@pytest.mark.nightly
 def test_runs_that_come_and_go_leave_no_descriptor_behind(shell: Shell, packages: list[Package]) -> None:
     """A pipe for each run once took all descriptors, and then every request was refused."""
     server, _ = hosted(shell, packages[0].path, "--keep-alive", "0s")

@@ -41,6 +41,7 @@ def test_a_run_that_nobody_uses_wakes_less_than_twice_a_second(server: Server) -
     assert server.post("/v1/completions", **ASK).status == 200  # and is there at once
 
 
+@pytest.mark.nightly
 def test_a_process_that_dies_while_the_run_sleeps_is_replaced_in_its_sleep(server: Server) -> None:
     pids = {role: server.run.pid(role) for role in ("cache", "decode", "coordinator", "gateway")}
     assert eventually(lambda: sleeps(server), PATIENCE_S)

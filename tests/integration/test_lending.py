@@ -145,6 +145,7 @@ def test_slots_use_what_texts_do_not_need_and_give_it_back(
     assert lending.is_within_its_limit()
 
 
+@pytest.mark.nightly
 def test_processes_that_die_while_slots_go_change_no_text(
     lending: Lending, in_all_memory: Callable[[Mode], list[list[int]]]
 ) -> None:

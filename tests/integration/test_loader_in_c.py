@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from neuronpipe.plans.package.reader import Package
 
 from tests.conformance.checkpoints import RECIPES, tokens
@@ -24,6 +25,7 @@ def test_the_demo_says_the_same_with_half_of_its_neurons_resident(shell: Shell, 
     assert theirs["flash"]["bytes"] > 0
 
 
+@pytest.mark.nightly
 def test_it_puts_scales_where_the_plan_moves_them(shell: Shell, converted: Converted, loader_in_c: Path) -> None:
     package, prompt, plan = converted("awkward", "q4"), tokens(RECIPES["awkward"], 9), shell.folder / "plan.json"
     assert shell.call("plan", package.path, "--ffn-resident", "60%", "--without", "bundle", "-o", plan).code == 0

@@ -109,7 +109,10 @@ def test_what_a_runtime_takes_is_what_the_plan_counts(large: Package) -> None:
     assert measured <= planned <= 1.2 * measured
 
 
-@pytest.mark.parametrize("words", [("run", "-p", "def f", "-n", "300"), ("bench", "--tests", "tg128")])
+@pytest.mark.parametrize(
+    "words",
+    [("run", "-p", "def f", "-n", "300"), pytest.param(("bench", "--tests", "tg128"), marks=pytest.mark.nightly)],
+)
 def test_a_command_shares_what_its_run_inherits(shell: Shell, words: tuple[str, ...]) -> None:
     """The collector of the command wrote to every object that it shared, so that 7 MiB of them became its own."""
     process, own = shell.start(*words, "--json"), []

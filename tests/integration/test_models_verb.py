@@ -55,6 +55,7 @@ def test_the_models_of_a_device_in_their_order(shell: Shell, small_device: Path)
     assert slow == sorted(slow, reverse=True)
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_is_shown_only_with_the_reason(shell: Shell, small_device: Path) -> None:
     words = ("models", "--device", small_device, "--memory", "700MiB")
     models = by_name(shell.json(*words))
@@ -76,6 +77,7 @@ def test_a_mode_is_planned_only_for_models_that_have_it(shell: Shell, small_devi
     assert models["qwen3-8b"]["problem"] == "has no predictor, as mode predicted needs"
 
 
+@pytest.mark.nightly
 def test_a_longer_context_takes_more_memory(shell: Shell, small_device: Path) -> None:
     short, long = (
         by_name(shell.json("models", "--device", small_device, "--context", tokens))["qwen3-8b"]

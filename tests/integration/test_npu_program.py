@@ -124,6 +124,7 @@ def test_it_computes_the_bits_of_the_worker_in_python(shell: Shell, program: Pat
     agree(shell, program, DEMO, prompt)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", ["a mixture", "layers without a router", pytest.param("gated parallel", marks=pytest.mark.nightly)]
 )
@@ -140,6 +141,7 @@ def test_it_finds_scales_that_the_plan_moves(shell: Shell, program: Path, tmp_pa
     agree(shell, program, package.path, prompt, moved=True)
 
 
+@pytest.mark.nightly
 def test_it_reads_an_embedding_that_stays_on_flash(shell: Shell, program: Path, tmp_path: Path) -> None:
     package = write_package(tmp_path / "package", MODELS["layers without a router"], "q4")
     agree(shell, program, package.path, list(range(1, 41)), embedding_on_flash=True)
@@ -151,6 +153,7 @@ def test_the_emulated_processor_gives_it_the_same_bits(shell: Shell, program: Pa
     agree(shell, program, package.path, list(range(1, 31)), "qnn-emulated")
 
 
+@pytest.mark.nightly
 def test_graphs_of_another_size_have_numerics_of_their_own(shell: Shell, program: Path) -> None:
     plan, prompt = planned(shell, DEMO), list(range(1, 41))
     package = Package.open(DEMO)
@@ -186,6 +189,7 @@ def test_it_passes_the_suite_of_its_role(shell: Shell, program: Path, tmp_path: 
     assert [f"{check['name']}: {check['why']}" for check in report["checks"] if check["why"]] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("worker", ["ours", "program"])
 def test_rows_are_ready_before_the_device_asks(
     shell: Shell, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, worker: str
@@ -220,6 +224,7 @@ def refused(shell: Shell, plan: Path, *cases: tuple[Path, str, str]) -> None:
         assert why in shell.refused("up", package, *options, "--use", use)
 
 
+@pytest.mark.nightly
 def test_what_it_cannot_work_with_ends_the_run_with_one_line(shell: Shell, program: Path, tmp_path: Path) -> None:
     plan, good = planned(shell, DEMO), words(program, shell.folder / "graphs")
     other = write_package(tmp_path / "other", SPECS["scaled"], "q8").path
@@ -267,6 +272,7 @@ def test_words_that_it_does_not_know_end_the_run_with_one_line(shell: Shell, pro
         refused(shell, plan, (DEMO, provider("qnn:57"), "--provider qnn: this machine is no 64-bit Arm"))
 
 
+@pytest.mark.nightly
 def test_files_that_are_damaged_or_of_another_version_end_the_run_with_one_line(shell: Shell, program: Path) -> None:
     plan, use = planned(shell, DEMO), words(program, shell.folder / "graphs")
     graph, index = shell.folder / "graphs" / "feed_forward-64.onnx", shell.folder / "graphs" / INDEX
@@ -278,6 +284,7 @@ def test_files_that_are_damaged_or_of_another_version_end_the_run_with_one_line(
     assert "graphs.json: is of another version; make it again with `neuronpipe compile`" in old
 
 
+@pytest.mark.nightly
 def test_measured_ranges_give_both_workers_the_same_bits(shell: Shell, program: Path, tmp_path: Path) -> None:
     """And graphs that were made before they were measured are refused."""
     made, prompt = write_package(tmp_path / "package", SPECS["scaled"], "q8"), list(range(1, 31))

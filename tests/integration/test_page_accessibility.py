@@ -49,8 +49,15 @@ def violations(page: Page, axe: str) -> list[str]:
     return list(page.browser.execute_async_script(RUN_AXE))
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "narrow"),
+    [
+        ("light", False),
+        ("dark", True),
+        pytest.param("light", True, marks=pytest.mark.nightly),
+        pytest.param("dark", False, marks=pytest.mark.nightly),
+    ],
+)
 def test_axe_finds_nothing_in_any_state(
     long_browser: WebDriver, server: Server, axe: str, scheme: str, narrow: bool
 ) -> None:

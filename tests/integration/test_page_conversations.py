@@ -238,6 +238,7 @@ def test_thinking_that_was_stopped_is_continued(page: Page) -> None:
     assert (texts(page), thought(page, "querySelector('p').textContent")) == (["Ada."], "Who knows")
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_the_context_stays_left_out_over_a_reload(browser: WebDriver) -> None:
     with page_server(context_tokens=300) as server:
         page = Page(browser, server).open()
@@ -268,6 +269,7 @@ DAMAGED_ALIKE = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "contents", [DAMAGED, pytest.param(DAMAGED_ALIKE, marks=pytest.mark.nightly)], ids=["each kind", "alike"]
 )
@@ -282,6 +284,7 @@ def test_a_damaged_conversation_is_none(page: Page, contents: tuple[str, ...]) -
         assert page.asked == [f"hello {number}"]
 
 
+@pytest.mark.nightly
 def test_a_conversation_with_figures_that_cannot_be_is_sent_whole(page: Page) -> None:
     for number, left_out in enumerate((-1, 2, "1", 1, 0.5, None)):
         kept = {"version": 2, "leftOut": left_out, "tokensPerCharacter": -3, "turns": [TURN]}
@@ -333,6 +336,7 @@ def forbidden_storage(browser: WebDriver) -> Iterator[None]:
         yield
 
 
+@pytest.mark.nightly
 def test_what_is_kept_is_bounded_to_the_newest_turns(page: Page) -> None:
     page["prompt"].send_keys("x")
     page.browser.execute_script("document.getElementById('prompt').value = 'y'.repeat(600000)")
@@ -345,6 +349,7 @@ def test_what_is_kept_is_bounded_to_the_newest_turns(page: Page) -> None:
     assert sum(page.browser.execute_script(sizes)) < 1 << 21
 
 
+@pytest.mark.nightly
 def test_without_storage_everything_but_the_reload_works(page: Page) -> None:
     with forbidden_storage(page.browser):
         page.open()
@@ -376,6 +381,7 @@ def test_conversations_are_listed_by_their_first_words_and_opened_again(page: Pa
     assert page.titles[0] == "my name is Ada"  # the newest first
 
 
+@pytest.mark.nightly
 def test_a_conversation_has_the_title_that_it_is_given(page: Page) -> None:
     talk(page, "hello")
     for typed, title in ((" About  <b>me</b>", "About <b>me</b>"), ("", "hello")):
@@ -389,6 +395,7 @@ def test_a_conversation_has_the_title_that_it_is_given(page: Page) -> None:
     assert page.titles == ["hello"]
 
 
+@pytest.mark.nightly
 def test_deleting_a_conversation_can_be_taken_back(page: Page) -> None:
     assert not page["undo"].is_displayed()
     talk(page, "my name is Ada")
@@ -403,6 +410,7 @@ def test_deleting_a_conversation_can_be_taken_back(page: Page) -> None:
     assert page.server.sent[1] == ["my name is Ada", "Fine.", "what is it?"]
 
 
+@pytest.mark.nightly
 def test_all_can_be_deleted_at_once_and_the_next_message_settles_it(page: Page) -> None:
     for word in ("one", "two"):
         talk(page, f"a secret, {word}")
@@ -441,6 +449,7 @@ def test_opening_another_conversation_stops_an_answer_which_is_kept(page: Page) 
     assert page.answers == [("half an", "stopped")]
 
 
+@pytest.mark.nightly
 def test_the_oldest_conversations_make_room_for_new_ones(page: Page) -> None:
     text = {"version": 2, "title": "", "leftOut": 0, "turns": [{**TURN, "answer": "a" * 1000}]}
     fill = (
@@ -459,6 +468,7 @@ def test_the_oldest_conversations_make_room_for_new_ones(page: Page) -> None:
     assert (len(page.titles) < 100, len(page.asked[0])) == (True, 150_005)
 
 
+@pytest.mark.nightly
 def test_another_tab_sees_what_is_said_and_deleted_but_neither_draft_nor_key(page: Page) -> None:
     talk(page, "hello")
     page["prompt"].send_keys("not sent yet")
@@ -478,6 +488,7 @@ def test_another_tab_sees_what_is_said_and_deleted_but_neither_draft_nor_key(pag
     page.browser.switch_to.window(first)
 
 
+@pytest.mark.nightly
 def test_conversations_go_with_the_tab_when_the_person_wants_it(page: Page) -> None:
     local = "return Object.entries(localStorage).filter(([name]) => name !== 'neuronpipe-keep').length"
     talk(page, "a secret")

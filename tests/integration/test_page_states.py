@@ -64,6 +64,7 @@ def test_each_piece_of_an_answer_is_shown_before_the_next_one_comes(page: Page) 
     assert page.eventually(lambda: page.answers[0] == ("one two three", notes(page)[0]) and "ended" in notes(page)[0])
 
 
+@pytest.mark.nightly
 # ---- settings ------------------------------------------------------------------------------------------------
 def test_send_opens_the_settings_at_a_value_that_is_wrong(page: Page) -> None:
     page["prompt"].send_keys("hello")
@@ -207,6 +208,7 @@ def test_warm_up_is_shown_until_it_is_done(page: Page) -> None:
         assert page.eventually(lambda: not page["warm-up"].is_displayed())
 
 
+@pytest.mark.nightly
 def test_terms_that_are_off_the_plan_are_named(page: Page) -> None:
     assert page.eventually(lambda: "ready" in page["state"].text)
     assert "Off the plan" not in page["waits"].text
@@ -269,6 +271,7 @@ def test_what_happens_is_said_to_who_listens_but_not_every_speed(page: Page) -> 
     assert back == "Undone."
 
 
+@pytest.mark.nightly
 def test_the_keyboard_alone_is_enough(page: Page) -> None:
     page.server.replies.append(["half an ", page.server.ended])
     page["prompt"].send_keys("hello", Keys.TAB, Keys.TAB)  # Settings

@@ -73,6 +73,7 @@ class Texts:
             self.answers[prompt].append(self._run.ask(prompt, TOKENS)["token_ids"])
 
 
+@pytest.mark.nightly
 def test_what_stays_follows_the_texts_and_the_tokens_do_not(run: Run) -> None:
     alone = {prompt: run.ask(prompt, TOKENS)["token_ids"] for prompt in PROMPTS}
     few, many = (sum(FEW),) * 2, (sum(MANY),) * 2

@@ -90,7 +90,7 @@ def filled(saved_prompts: Path, caches: Path) -> Path:
     [
         pytest.param((), marks=pytest.mark.nightly),
         pytest.param(("--workers", "2"), marks=pytest.mark.nightly),  # which the next turn has too
-        ("--sequences", "3", "--context", "400"),
+        pytest.param(("--sequences", "3", "--context", "400"), marks=pytest.mark.nightly),
         ("--ffn-resident", "20%", "--workers", "1"),
         ("--without", "pipeline,bundle"),
     ],
@@ -141,6 +141,7 @@ def test_a_context_without_a_whole_chunk_has_no_prompt_cache(shell: Shell, cache
     assert not caches.exists()
 
 
+@pytest.mark.nightly
 def test_the_budget_is_kept_and_the_plan_states_it(shell: Shell, caches: Path, expected: dict[str, list[int]]) -> None:
     options = ("--prompt-cache", "1MiB")
     assert "prompt cache on disk: 1.0 MiB" in shell.call("plan", DEMO, *options).out
@@ -171,7 +172,7 @@ def test_damaged_files_cost_a_line_each_and_are_computed_again(
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("role", ["loader", "coordinator"])
+@pytest.mark.parametrize("role", ["loader", pytest.param("coordinator", marks=pytest.mark.nightly)])
 def test_kills_while_prompts_are_saved_and_restored_leave_nothing_wrong(
     shell: Shell, caches: Path, expected: dict[str, list[int]], role: str, kills: int
 ) -> None:

@@ -43,7 +43,8 @@ def test_from_a_name_to_a_conversation(shell: Shell, mirror: Mirror, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL]
+    "number",
+    [*(pytest.param(one, marks=pytest.mark.nightly) for one in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],
 )
 def test_a_pull_that_is_ended_goes_on(number: signal.Signals, shell: Shell, mirror: Mirror) -> None:
     second = "model-00002-of-00002.safetensors"

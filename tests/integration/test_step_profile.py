@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 # In a process of its own: what measures forks the supervisor of its run.
 MEASURE = """
 import dataclasses, json
@@ -32,6 +34,7 @@ print(json.dumps([dataclasses.asdict(point) for point in found.steps]))
 """
 
 
+@pytest.mark.nightly
 def test_a_step_is_measured_in_both_modes_and_with_one_worker() -> None:
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

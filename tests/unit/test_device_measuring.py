@@ -219,6 +219,7 @@ def test_a_profile_has_the_kernels_of_each_matrix_of_its_package(is_whole: bool)
     assert len(kernel_cases(manifest)) == len(set(kernel_cases(manifest)))
 
 
+@pytest.mark.nightly
 def test_flash_alone_is_measured_again_and_the_rest_stays(tmp_path: Path) -> None:
     effort = Effort(rounds=1, flash_rounds=1, pace=0.01, kernels=all_cases((("q4", 2048),))[:1])
     before = measure_profile(tmp_path, effort=effort)

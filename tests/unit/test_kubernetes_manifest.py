@@ -21,10 +21,10 @@ def documents() -> dict[str, dict[str, Any]]:
     return {document["kind"]: document for document in yaml.safe_load_all(MANIFEST.read_text())}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_follows_the_schemas() -> None:
     try:
-        python = environments.python("ci")
+        python = environments.python("pinned")
     except environments.Missing as why:
         if os.environ.get("CI") == "true":
             raise

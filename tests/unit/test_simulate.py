@@ -389,6 +389,7 @@ def test_rows_that_are_made_faster_or_sooner_make_our_prompt_shorter(phone: Devi
     assert Graphs.of(513) == Graphs(2, 512 + 64)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_documents_first_figure_is_the_simulators_and_near_what_was_published() -> None:
     table = published().cells[0]
