@@ -190,12 +190,25 @@ void np_dot_floats(const float *rows, size_t count, size_t n, const float *x, fl
 void np_f32_to_f16(const float *x, size_t n, uint16_t *out); /* round to nearest even */
 void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
 
-/* Attention of query heads that share fp16 keys and values [positions, width], which are read once for four heads.
- * queries and out: [heads, width]. A head's bits do not depend on the others. sinks: [heads] scores that join each
- * softmax and whose shares are dropped, or NULL. score_cap: scores are soft-capped, other than sinks; 0: they are not.
- * scores: scratch of min(heads, 4) * (positions + 1) floats. */
-void np_attend(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
-               float scale, float score_cap, const float *sinks, float *scores, float *out);
+/* Attention of tokens at consecutive positions, whose query heads share fp16 keys and values. */
+typedef struct {
+    const float *queries; /* of a token [heads, width] */
+    size_t token_stride;  /* floats from one token to the next, in queries and in out */
+    size_t heads, tokens;
+    const uint16_t *keys, *values; /* [positions, width] from the sequence's first position on */
+    size_t positions;     /* of the first token, itself included, so at least 1; each further token has one more */
+    size_t window;        /* a token attends to so many positions, the latest; 0: to all */
+    size_t width;
+    float scale, score_cap; /* scores are soft-capped, other than sinks; 0: they are not */
+    const float *sinks;   /* [heads] scores that join each softmax and whose shares are dropped, or NULL */
+    float *scores;        /* scratch of NP_ATTEND_QUERIES * (positions + tokens) floats */
+    float *out;           /* of a token [heads, width] */
+} np_attend_job;
+
+/* Keys and values are read once for so many heads of a token, or for a head of so many tokens. A head's bits do not
+ * depend on the other heads and tokens. */
+enum { NP_ATTEND_QUERIES = 8 };
+void np_attend(const np_attend_job *job);
 
 /* y[j] += x[j]. */
 void np_add(const float *x, size_t n, float *y);

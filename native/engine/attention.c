@@ -161,6 +161,27 @@ static void compute_heads(np_engine *engine, uint32_t layer)
     np_trace_put(&engine->shared.trace, NP_SPAN_QKV, layer, 0, engine->step, started);
 }
 
+/* Multiply outputs of heads by the sigmoid of their gates, which lie `distance` floats behind their queries. */
+static void gate(np_engine *engine, size_t offset, size_t count, size_t distance)
+{
+    const float *gates = engine->shared.queries + offset + distance;
+    for (size_t j = 0; j < count; j++)
+        engine->shared.attention[offset + j] *= np_sigmoid(gates[j]);
+}
+
+uint32_t np_attended_tokens(const np_engine *engine)
+{
+    return engine->count < NP_DENSE_TOKENS ? 1 : NP_ATTEND_QUERIES;
+}
+
+uint32_t np_following_tokens(const np_engine *engine, uint32_t first, uint32_t end)
+{
+    uint32_t t = first + 1;
+    while (t < end && engine->sequence[t] == engine->sequence[first] && engine->position[t] == engine->position[t - 1] + 1)
+        t++;
+    return t - first;
+}
+
 /* Heads that share keys are one piece of work, so that the keys are read once; single heads where that would leave
  * participants idle. */
 static void attend(np_engine *engine, uint32_t layer)
@@ -168,25 +189,39 @@ static void attend(np_engine *engine, uint32_t layer)
     const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
     const size_t width = l->head_width;
-    const uint32_t window = l->window_tokens;
+    const uint32_t block = np_attended_tokens(engine), blocks = (engine->count + block - 1) / block;
     const uint32_t heads_per_key = s->query_heads / l->key_heads;
-    const uint32_t heads = l->key_heads * engine->count >= engine->participants ? heads_per_key : 1;
-    const float *sinks = l->sinks;
+    const uint32_t heads = l->key_heads * blocks >= engine->participants ? heads_per_key : 1;
     const float factor = l->local_positions ? s->local_attention_scale : s->attention_scale;
     const float scale = factor / __builtin_sqrtf((float)l->head_width);
     const uint64_t started = np_clock_ns();
-    const uint32_t pieces = s->query_heads / heads * engine->count;
+    const uint32_t pieces = s->query_heads / heads * blocks;
     for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NONE;) {
-        const uint32_t head = piece / engine->count * heads, t = piece % engine->count;
-        const uint32_t sequence = (uint32_t)engine->sequence[t], positions = (uint32_t)engine->position[t] + 1;
-        const uint32_t first = window && positions > window ? positions - window : 0;
-        const size_t offset = (size_t)t * s->heads_width + head * width;
-        np_attend(engine->shared.queries + offset, heads, kv_of(engine, layer, sequence, head / heads_per_key, 0) + first * width,
-                  kv_of(engine, layer, sequence, head / heads_per_key, 1) + first * width, positions - first, width, scale, s->score_cap,
-                  sinks ? sinks + head : NULL, engine->scores, engine->shared.attention + offset);
-        const float *gates = engine->shared.queries + offset + s->query_heads * width;
-        for (size_t j = 0; s->gated_attention && j < heads * width; j++)
-            engine->shared.attention[offset + j] *= np_sigmoid(gates[j]);
+        const uint32_t head = piece / blocks * heads, first = piece % blocks * block;
+        const uint32_t end = engine->count - first < block ? engine->count : first + block;
+        for (uint32_t t = first, tokens; t < end; t += tokens) {
+            const uint32_t sequence = (uint32_t)engine->sequence[t];
+            const size_t offset = (size_t)t * s->heads_width + head * width;
+            tokens = np_following_tokens(engine, t, end);
+            np_attend(&(np_attend_job){
+                .queries = engine->shared.queries + offset,
+                .token_stride = s->heads_width,
+                .heads = heads,
+                .tokens = tokens,
+                .keys = kv_of(engine, layer, sequence, head / heads_per_key, 0),
+                .values = kv_of(engine, layer, sequence, head / heads_per_key, 1),
+                .positions = (size_t)engine->position[t] + 1,
+                .window = l->window_tokens,
+                .width = width,
+                .scale = scale,
+                .score_cap = s->score_cap,
+                .sinks = l->sinks ? l->sinks + head : NULL,
+                .scores = engine->scores,
+                .out = engine->shared.attention + offset,
+            });
+        }
+        for (uint32_t t = first; s->gated_attention && t < end; t++)
+            gate(engine, (size_t)t * s->heads_width + head * width, heads * width, s->query_heads * width);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
 }

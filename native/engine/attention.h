@@ -3,6 +3,11 @@
 #define NP_ATTENTION_H
 #include "engine/engine.h"
 
+/* Tokens of a piece of attention: more than one in a prompt, since they read keys and values together. */
+uint32_t np_attended_tokens(const np_engine *engine);
+/* Number of tokens from `first` up to `end` that follow each other in one sequence. */
+uint32_t np_following_tokens(const np_engine *engine, uint32_t first, uint32_t end);
+
 /* Compute queries, keys, values and attention, without changing the residual stream; then add attention's output. */
 int np_attention(np_engine *engine, uint32_t layer);
 int np_project(np_engine *engine, uint32_t layer);

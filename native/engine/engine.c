@@ -94,7 +94,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->runs = aligned_zeros(tokens * sizeof(np_run));
     engine->vector = aligned_zeros(max_n * sizeof(float));
     engine->rows = aligned_zeros(tokens * engine->max_rows * sizeof(float));
-    engine->scores = aligned_zeros(4 * ((size_t)shape->context_tokens + 1) * sizeof(float)); /* np_attend works on four heads at once */
+    engine->scores = aligned_zeros(NP_ATTEND_QUERIES * ((size_t)shape->context_tokens + 1) * sizeof(float));
     engine->max_open_groups = (uint32_t)(np_opens_whole_layers(engine) ? smaller(groups, (size_t)config->partial_tokens * shape->experts_per_token) : 1);
     engine->states = aligned_zeros((size_t)engine->max_open_groups * shape->clusters);
     for (int part = 0; part < NP_PARTS; part++)

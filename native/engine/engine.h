@@ -111,7 +111,7 @@ struct np_engine {
     float *vector;             /* [max(width, np_output_columns of all layers, latent_width, query_rank)] */
     float *rows;               /* [max_tokens][max_rows] results of dot products */
     size_t max_rows;
-    float *scores;             /* [4][context_tokens + 1] */
+    float *scores;             /* [NP_ATTEND_QUERIES][context_tokens + 1] */
 
     /* routing of the current layer (routing.c) */
     np_group *groups;          /* [G] */

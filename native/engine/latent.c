@@ -16,12 +16,13 @@
 
 #include <string.h>
 
+#include "engine/attention.h"
 #include "engine/vectors.h"
 #include "engine/work.h"
 
 #define LATENT_EPSILON 1e-6f /* of the norms of latents, in every model */
 
-enum { ATTENDED_HEADS = 4 }; /* np_attend reads keys once for so many heads */
+enum { ATTENDED_HEADS = 4 }; /* of a piece */
 
 static uint32_t pieces_of_rows(uint32_t rows)
 {
@@ -162,20 +163,34 @@ static void attend(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const size_t width = np_cached_width(s);
-    const uint32_t window = engine->fixed.layers[layer].window_tokens;
     const float scale = s->attention_scale / __builtin_sqrtf((float)s->head_width);
-    const uint32_t pieces = (s->query_heads + ATTENDED_HEADS - 1) / ATTENDED_HEADS * engine->count;
+    const uint32_t block = np_attended_tokens(engine), blocks = (engine->count + block - 1) / block;
+    const uint32_t pieces = (s->query_heads + ATTENDED_HEADS - 1) / ATTENDED_HEADS * blocks;
     const uint64_t started = np_clock_ns();
     for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NONE;) {
-        const uint32_t head = piece / engine->count * ATTENDED_HEADS, t = piece % engine->count;
-        const uint32_t heads = s->query_heads - head < ATTENDED_HEADS ? s->query_heads - head : ATTENDED_HEADS;
-        const uint32_t positions = (uint32_t)engine->position[t] + 1;
-        const uint32_t first = window && positions > window ? positions - window : 0;
-        const uint16_t *latents = latents_of(engine, layer, (uint32_t)engine->sequence[t]) + first * width;
-        const size_t offset = t * np_heads_width(s) + head * width;
-        /* The rotated keys are mixed along with the latents, and not read any more. */
-        np_attend(engine->shared.queries + offset, heads, latents, latents, positions - first, width, scale, s->score_cap, NULL, engine->scores,
-                  engine->shared.attention + offset);
+        const uint32_t head = piece / blocks * ATTENDED_HEADS, first = piece % blocks * block;
+        const uint32_t end = engine->count - first < block ? engine->count : first + block;
+        for (uint32_t t = first, tokens; t < end; t += tokens) {
+            const uint16_t *latents = latents_of(engine, layer, (uint32_t)engine->sequence[t]);
+            const size_t offset = t * np_heads_width(s) + head * width;
+            tokens = np_following_tokens(engine, t, end);
+            /* The rotated keys are mixed along with the latents, and not read any more. */
+            np_attend(&(np_attend_job){
+                .queries = engine->shared.queries + offset,
+                .token_stride = np_heads_width(s),
+                .heads = s->query_heads - head < ATTENDED_HEADS ? s->query_heads - head : ATTENDED_HEADS,
+                .tokens = tokens,
+                .keys = latents,
+                .values = latents,
+                .positions = (size_t)engine->position[t] + 1,
+                .window = engine->fixed.layers[layer].window_tokens,
+                .width = width,
+                .scale = scale,
+                .score_cap = s->score_cap,
+                .scores = engine->scores,
+                .out = engine->shared.attention + offset,
+            });
+        }
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
 }

@@ -373,6 +373,7 @@ NP_INLINE NP_AVX512 void add_for_tokens(const int type, const np_rows *rows, con
 
 NP_AVX512 int np_avx512_add_for_tokens(int type, const np_rows *rows, const float *a, size_t a_stride, size_t tokens, float *y, size_t y_stride) {
     switch (type) {
+    case NP_F16: np_avx512_add_f16_for_tokens(rows, a, a_stride, tokens, y, y_stride); return 1;
 #define CASE(TYPE) \
     case TYPE: add_for_tokens(TYPE, rows, a, a_stride, tokens, y, y_stride); return 1
         CASE(NP_Q8);

@@ -5,7 +5,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-enum { ROWS = 8, COLUMNS = 128 };
+enum { ROWS = 8, COLUMNS = 128, FEW_TOKENS = 4, FEW_COLUMNS = 64 };
 
 /* The current rows, and those to prefetch; if none follow, the same rows, at no cost. */
 typedef struct {
@@ -49,5 +49,37 @@ NP_AVX512 void np_avx512_add_f16(const np_rows *rows, const float *a, float *y) 
         for (; j + COLUMNS <= rows->n; j += COLUMNS) add_f16_columns(&b, j, COLUMNS / 16, 0xffff, y);
         for (; j < rows->n; j += 16) add_f16_columns(&b, j, 1, first_lanes(rows->n - j), y);
     }
+}
+
+/* The same for `tokens` vectors at once, four times 64 columns of them in registers: a row is converted once for all. */
+NP_INLINE NP_AVX512 void add_f16_to_four(const np_rows *rows, const float *a, size_t a_stride, size_t j, const int tokens, __mmask16 mask,
+                                         const int vectors, float *y, size_t y_stride) {
+    __m512 sum[FEW_TOKENS][FEW_COLUMNS / 16];
+    for (int t = 0; t < tokens; t++)
+        for (int k = 0; k < vectors; k++) sum[t][k] = _mm512_maskz_loadu_ps(mask, y + (size_t)t * y_stride + j + 16 * k);
+    for (size_t r = 0; r < rows->rows; r++) {
+        const uint8_t *w = np_row_at(rows, r).quants + 2 * j;
+        __m512 row[FEW_COLUMNS / 16];
+        for (int k = 0; k < vectors; k++) row[k] = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, w + 32 * k));
+        for (int t = 0; t < tokens; t++) {
+            const __m512 factor = _mm512_set1_ps(a[(size_t)t * a_stride + r]);
+            for (int k = 0; k < vectors; k++) sum[t][k] = _mm512_fmadd_ps(factor, row[k], sum[t][k]);
+        }
+    }
+    for (int t = 0; t < tokens; t++)
+        for (int k = 0; k < vectors; k++) _mm512_mask_storeu_ps(y + (size_t)t * y_stride + j + 16 * k, mask, sum[t][k]);
+}
+
+NP_AVX512 void np_avx512_add_f16_for_tokens(const np_rows *rows, const float *a, size_t a_stride, size_t tokens, float *y, size_t y_stride) {
+    size_t t = 0;
+    for (; t + FEW_TOKENS <= tokens; t += FEW_TOKENS) {
+        const float *factors = a + t * a_stride;
+        float *to = y + t * y_stride;
+        size_t j = 0;
+        for (; j + FEW_COLUMNS <= rows->n; j += FEW_COLUMNS)
+            add_f16_to_four(rows, factors, a_stride, j, FEW_TOKENS, 0xffff, FEW_COLUMNS / 16, to, y_stride);
+        for (; j < rows->n; j += 16) add_f16_to_four(rows, factors, a_stride, j, FEW_TOKENS, first_lanes(rows->n - j), 1, to, y_stride);
+    }
+    for (; t < tokens; t++) np_avx512_add_f16(rows, a + t * a_stride, y + t * y_stride);
 }
 #endif

@@ -12,6 +12,17 @@ NP_INLINE NP_AVX512 void f16_step(__m512 w, __mmask16 mask, size_t j, int lane, 
     }
 }
 
+/* The sums of four registers' lanes. Halves, quarters, pairs and lanes are added as _mm512_reduce_add_ps adds them, so
+ * the bits are the same. */
+NP_INLINE NP_AVX512 __m128 reduce_four(const __m512 x[4]) {
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
+    const __m512 abcd = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    const __m512 pairs = _mm512_add_ps(abcd, _mm512_permute_ps(abcd, 0x4e));
+    const __m512 lanes = _mm512_add_ps(pairs, _mm512_permute_ps(pairs, 0xb1));
+    return _mm512_castps512_ps128(_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12), lanes));
+}
+
 NP_INLINE NP_AVX512 void f16_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
                                  const uint8_t *activation, size_t stride, const int tokens, float *sums) {
     const uint16_t *w = (const uint16_t *)(const void *)quants;
@@ -29,9 +40,12 @@ NP_INLINE NP_AVX512 void f16_row(const uint8_t *quants, const uint8_t *scales, s
         const __mmask16 mask = n - j < 16 ? (__mmask16)((1u << (n - j)) - 1) : 0xffff;
         f16_step(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, w + j)), mask, j, 0, activation, stride, tokens, sum);
     }
+    __m512 whole[NP_TOKEN_BLOCK];
     for (int t = 0; t < tokens; t++)
-        sums[t] = _mm512_reduce_add_ps(
-            _mm512_add_ps(_mm512_add_ps(sum[t][0], sum[t][1]), _mm512_add_ps(sum[t][2], sum[t][3])));
+        whole[t] = _mm512_add_ps(_mm512_add_ps(sum[t][0], sum[t][1]), _mm512_add_ps(sum[t][2], sum[t][3]));
+    if (tokens == NP_TOKEN_BLOCK) _mm_storeu_ps(sums, reduce_four(whole));
+    else
+        for (int t = 0; t < tokens; t++) sums[t] = _mm512_reduce_add_ps(whole[t]);
 }
 
 /* Lane l of the 128-bit lane i of the result: the sum of the 128-bit lane i of the l-th argument. */

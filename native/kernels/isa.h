@@ -111,6 +111,7 @@ np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4, np_avx512
 np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4, np_avx512_add_q4k, np_avx512_add_q5k, np_avx512_add_q6k, np_avx512_add_iq4, np_avx512_add_mxfp4, np_avx512_add_q4h,
     np_avx512_add_q5h;
 np_add_tokens_function np_avx512_add_for_tokens;
+void np_avx512_add_f16_for_tokens(const np_rows *rows, const float *a, size_t a_stride, size_t tokens, float *y, size_t y_stride);
 extern const np_panel_kernel np_avx512_panel, np_amx_panel;
 /* True if two panel kernels give the same bits for some rows and tokens of each quantized type. 0 if memory is short. */
 int np_panels_agree(const np_panel_kernel *a, const np_panel_kernel *b);

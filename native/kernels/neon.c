@@ -54,6 +54,38 @@ NP_INLINE void add_nibble_row(const int type, const uint8_t *quants, const uint8
 }
 
 static NP_DEFINE_ADD_ROWS(, add_f16, add_row_f16)
+
+/* Rows added to eight times `pairs` columns of four tokens, which stay in registers: a row is converted once. */
+NP_INLINE void add_f16_to_four(const np_rows *rows, const float *a, size_t a_stride, size_t j, const int pairs, float *y, size_t y_stride) {
+    float32x4_t sum[4][4];
+    for (int t = 0; t < 4; t++)
+        for (int k = 0; k < 2 * pairs; k++) sum[t][k] = vld1q_f32(y + (size_t)t * y_stride + j + 4 * k);
+    for (size_t r = 0; r < rows->rows; r++) {
+        const uint16_t *w = (const uint16_t *)(const void *)np_row_at(rows, r).quants + j;
+        float32x4_t row[4];
+        for (int k = 0; k < pairs; k++) {
+            const float16x8_t packed = vreinterpretq_f16_u16(vld1q_u16(w + 8 * k));
+            row[2 * k] = vcvt_f32_f16(vget_low_f16(packed));
+            row[2 * k + 1] = vcvt_high_f32_f16(packed);
+        }
+        for (int t = 0; t < 4; t++)
+            for (int k = 0; k < 2 * pairs; k++) sum[t][k] = vfmaq_n_f32(sum[t][k], row[k], a[(size_t)t * a_stride + r]);
+    }
+    for (int t = 0; t < 4; t++)
+        for (int k = 0; k < 2 * pairs; k++) vst1q_f32(y + (size_t)t * y_stride + j + 4 * k, sum[t][k]);
+}
+
+static int add_for_tokens(int type, const np_rows *rows, const float *a, size_t a_stride, size_t tokens, float *y, size_t y_stride) {
+    if (type != NP_F16 || rows->n % 8) return 0;
+    size_t t = 0;
+    for (; t + 4 <= tokens; t += 4, a += 4 * a_stride, y += 4 * y_stride) {
+        size_t j = 0;
+        for (; j + 16 <= rows->n; j += 16) add_f16_to_four(rows, a, a_stride, j, 2, y, y_stride);
+        if (j < rows->n) add_f16_to_four(rows, a, a_stride, j, 1, y, y_stride);
+    }
+    for (; t < tokens; t++, a += a_stride, y += y_stride) add_f16(rows, a, y);
+    return 1;
+}
 static NP_DEFINE_ADD_ROWS(, add_q8, add_row_q8)
 
 #define DEFINE_ADD_NIBBLES(NAME, TYPE)                                                                           \
@@ -176,7 +208,7 @@ const np_isa np_isa_neon = {
     narrow,
     recode,
     NULL,
-    NULL,
+    add_for_tokens,
 };
 
 const np_isa np_isa_dotprod = {
@@ -199,6 +231,6 @@ const np_isa np_isa_dotprod = {
     narrow,
     recode,
     NULL,
-    NULL,
+    add_for_tokens,
 };
 #endif

@@ -62,6 +62,7 @@ CLUSTER_BOOKKEEPING_BYTES = 23
 # Tokens that an engine multiplies with Down by output at once (NP_OUTPUT_TOKENS), and its memory for each of their
 # values: prepared for the kernels, and in a panel.
 OUTPUT_TOKENS, OUTPUT_VALUE_BYTES = 64, 4
+ATTEND_QUERIES = 8  # whose attention scores a participant computes together (NP_ATTEND_QUERIES)
 OPEN_CLUSTER_BYTES = 13  # of a mixture's open cluster in a participant: state, slots of its parts, requests
 LOADER_QUEUES = 9  # three kinds of requests with three priorities
 MAX_QUEUED_CLUSTERS = 32768  # of each queue: two layers of a 7B model; further requests stay in the workers' rings
@@ -237,7 +238,7 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
         clusters_bytes += OUTPUT_VALUE_BYTES * layout.cluster_neurons * at_once
     participants = shape.workers + shape.prefill_threads
     row_bytes = embedding_row_bytes(manifest) + 2 * PAGE_BYTES if shape.embedding_on_flash else 0
-    return tokens * token_bytes + clusters_bytes + participants * (row_bytes + 16 * shape.context_tokens)
+    return tokens * token_bytes + clusters_bytes + participants * (row_bytes + ATTEND_QUERIES * 4 * shape.context_tokens)
 
 
 def min_chunk_tokens(shape: RunShape) -> int:

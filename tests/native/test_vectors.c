@@ -85,7 +85,7 @@ static void test_exponential(const char *isa) {
 
 static void attend_case(const char *isa, size_t positions, size_t width, float spread) {
     float *query = malloc(width * sizeof *query), *out = malloc(width * sizeof *out);
-    float *scores = malloc(positions * sizeof *scores);
+    float *scores = malloc((positions + 1) * sizeof *scores);
     uint16_t *keys = malloc(positions * width * 2), *values = malloc(positions * width * 2);
     double *weights = malloc(positions * sizeof *weights), most = -INFINITY, sum = 0;
     for (size_t j = 0; j < width; j++) query[j] = random_float();
@@ -100,7 +100,8 @@ static void attend_case(const char *isa, size_t positions, size_t width, float s
         most = fmax(most, weights[p]);
     }
     for (size_t p = 0; p < positions; p++) sum += weights[p] = exp(weights[p] - most);
-    np_attend(query, 1, keys, values, positions, width, scale, 0, NULL, scores, out);
+    np_attend(&(np_attend_job){.queries = query, .heads = 1, .tokens = 1, .keys = keys, .values = values, .positions = positions,
+                               .width = width, .scale = scale, .scores = scores, .out = out});
     for (size_t j = 0; j < width; j++) {
         double want = 0;
         for (size_t p = 0; p < positions; p++) want += weights[p] / sum * np_half_to_float(values[p * width + j]);
@@ -118,23 +119,40 @@ static void test_attend(const char *isa) {
     attend_case(isa, 17, 46, 1.0f);
 }
 
-/* Heads that share keys have the bits of single heads, whatever their number and the chunks of positions. */
-static void test_attend_heads(const char *isa) {
-    enum { HEADS = 7, POSITIONS = 200, WIDTH = 46 };
-    static float queries[HEADS][WIDTH], together[HEADS][WIDTH], alone[WIDTH], scores[4 * POSITIONS];
+/* Tokens and heads that share keys have the bits of a head of a token alone, whatever their number, the window and the
+ * chunks of positions. */
+static void test_attend_together(const char *isa) {
+    enum { HEADS = 11, TOKENS = 19, POSITIONS = 230, WIDTH = 80, STRIDE = HEADS * WIDTH + 3 };
+    static float queries[TOKENS][STRIDE], together[TOKENS][STRIDE], alone[WIDTH], scores[NP_ATTEND_QUERIES * (POSITIONS + 1)];
     static uint16_t keys[POSITIONS * WIDTH], values[POSITIONS * WIDTH];
-    for (int h = 0; h < HEADS; h++)
-        for (int j = 0; j < WIDTH; j++) queries[h][j] = random_float();
+    static const size_t firsts[] = {1, 2, 60, 64, POSITIONS - TOKENS + 1}, windows[] = {0, 1, 5, 64, 1000};
+    float sinks[HEADS];
+    for (int t = 0; t < TOKENS; t++)
+        for (int j = 0; j < STRIDE; j++) queries[t][j] = random_float();
+    for (int h = 0; h < HEADS; h++) sinks[h] = random_float();
     for (int i = 0; i < POSITIONS * WIDTH; i++)
         keys[i] = np_float_to_half(random_float()), values[i] = np_float_to_half(random_float());
-    for (size_t heads = 1; heads <= HEADS; heads++)
-        for (size_t positions = 0; positions <= POSITIONS; positions += positions < 3 ? 1 : 63) {
-            np_attend(queries[0], heads, keys, values, positions, WIDTH, 0.3f, 0, NULL, scores, together[0]);
-            for (size_t h = 0; h < heads; h++) {
-                np_attend(queries[h], 1, keys, values, positions, WIDTH, 0.3f, 0, NULL, scores, alone);
-                CHECK(memcmp(together[h], alone, sizeof alone) == 0, "%s head %zu of %zu, %zu positions", isa, h, heads, positions);
-            }
-        }
+    for (size_t width = 46; width <= WIDTH; width += WIDTH - 46)
+        for (size_t tokens = 1; tokens <= TOKENS; tokens += tokens < 5 ? 1 : 7)
+            for (size_t heads = 1; heads <= HEADS; heads += heads < 4 ? 3 : 7)
+                for (int variant = 0; variant < 10; variant++) {
+                    np_attend_job job = {
+                        .queries = queries[0], .token_stride = STRIDE, .heads = heads, .tokens = tokens, .keys = keys, .values = values,
+                        .positions = firsts[variant % 5], .window = windows[(variant + tokens) % 5], .width = width, .scale = 0.3f,
+                        .score_cap = variant % 2 ? 1.5f : 0.0f, .sinks = variant % 3 ? sinks : NULL, .scores = scores, .out = together[0]};
+                    np_attend(&job);
+                    for (size_t t = 0; t < tokens; t++)
+                        for (size_t h = 0; h < heads; h++) {
+                            np_attend_job one = job;
+                            const size_t to = job.positions + t, from = job.window && to > job.window ? to - job.window : 0;
+                            one.queries = queries[t] + h * width, one.out = alone, one.heads = one.tokens = 1, one.window = 0;
+                            one.keys += from * width, one.values += from * width, one.positions = to - from;
+                            if (one.sinks) one.sinks += h;
+                            np_attend(&one);
+                            CHECK(memcmp(together[t] + h * width, alone, width * sizeof *alone) == 0,
+                                  "%s head %zu of %zu, token %zu of %zu, positions %zu, window %zu", isa, h, heads, t, tokens, to, job.window);
+                        }
+                }
 }
 
 static void test_soft_cap(const char *isa) {
@@ -168,7 +186,8 @@ static void test_capped_attend(const char *isa) {
         const double weight = exp(2.0 * tanh(5.0 * p / 2.0));
         sum += weight, want += weight * p;
     }
-    np_attend(query, 1, keys, values, POSITIONS, WIDTH, 1.0f, 2.0f, &sink, scores, out);
+    np_attend(&(np_attend_job){.queries = query, .heads = 1, .tokens = 1, .keys = keys, .values = values, .positions = POSITIONS,
+                               .width = WIDTH, .scale = 1.0f, .score_cap = 2.0f, .sinks = &sink, .scores = scores, .out = out});
     CHECK(fabs(out[0] - want / sum) < 1e-6, "%s capped attention: %.8g, want %.8g", isa, out[0], want / sum);
 }
 
@@ -219,7 +238,7 @@ static void test_isa(const char *isa) {
     test_rope(isa);
     test_exponential(isa);
     test_attend(isa);
-    test_attend_heads(isa);
+    test_attend_together(isa);
     test_soft_cap(isa);
     test_capped_attend(isa);
     test_sums(isa);

@@ -601,7 +601,7 @@ def test_the_account_grows_with_scores_sampling_and_the_logits_prefill_is_asked_
 
     small = private_bytes(m, shape)
     assert small == private_bytes(m, shape, chunk=8) < private_bytes(m, shape, chunk=9)
-    assert private_bytes(m, dataclasses.replace(shape, context_tokens=512)) - small == 16 * (512 - 64) * 4
+    assert private_bytes(m, dataclasses.replace(shape, context_tokens=512)) - small == 32 * (512 - 64) * 4
     words = dataclasses.replace(m, model=dataclasses.replace(m.model, vocabulary=m.model.vocabulary + 1000))
     assert private_bytes(words, shape) - small == 8 * 1000
 
