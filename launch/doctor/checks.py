@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.pull.package_library import packages_folder
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory
@@ -53,7 +55,7 @@ def checks(directory: Path, progress: Callable[[int, int], None] = lambda done, 
         lambda: [
             _guarded("shared memory", _shared_memory),
             _guarded("run directory", _run_directory),
-            _guarded("free disk", lambda: _free_disk(directory)),
+            _guarded("free disk", lambda: _free_disk(_next_package(directory))),
             _guarded("settings", _settings),
         ],
         lambda: _npu_checks(directory),
@@ -281,6 +283,14 @@ def _run_directory() -> Check:
     directory = RunDirectory.create()
     directory.remove()
     return Check(name="run directory", state="ok", found=f"{directory.path.parent} can be written, sockets fit")
+
+
+def _next_package(directory: Path) -> Path:
+    """Return where the next package will lie: beside the named one; for the demo, where `pull` stores packages."""
+    if directory != DEMO:
+        return directory
+    folder = packages_folder()
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
 def _free_disk(directory: Path) -> Check:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.launch.cli import main
+from neuronpipe.launch.doctor import checks as doctor_checks
 from neuronpipe.launch.doctor.checks import Check, checks, render
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.native import ffi, lib
 
 
@@ -73,6 +75,13 @@ def test_a_folder_too_deep_for_sockets_is_a_finding(tmp_path: Path, monkeypatch:
 
 def test_a_missing_folder_is_a_finding(tmp_path: Path) -> None:
     assert state(checks(tmp_path / "none"), "free disk") == "fail"
+
+
+def test_without_a_package_the_disk_is_that_where_pull_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURONPIPE_DATA", str(tmp_path / "not" / "yet"))
+    monkeypatch.setattr(doctor_checks, "_device_checks", lambda directory: [])  # they measure for seconds
+    (disk,) = (check for check in checks(DEMO) if check.name == "free disk")
+    assert disk.found.endswith(f" at {tmp_path}")
 
 
 def test_advice_stands_below_its_finding() -> None:
