@@ -144,6 +144,11 @@ def test_a_shape_of_the_catalog_is_planned_as_the_package_that_pull_makes(name: 
     assert manifest.fired_by_layer == fires
 
 
+@pytest.mark.parametrize("name", sorted(set(catalog()) - set(SHAPES)))
+def test_every_name_that_pull_takes_can_be_planned_before_it_is_pulled(name: str) -> None:
+    assert manifest_of_pulled_shape(model_named(name.upper())) == manifest_of_pulled(catalog()[name])
+
+
 def test_other_shapes_are_planned_as_16_bit_weights_that_pull_converts() -> None:
     manifest = manifest_of_pulled_shape(model_named("glm-4.5-air"))
     assert (manifest.quantization, manifest.predictor, manifest.fired_by_layer) == ("q4k", None, (1.0,) * 46)

@@ -27,6 +27,7 @@ from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan, read_plan
 from neuronpipe.plans.plan.report import difference, explain
 from neuronpipe.plans.planner import tradeoffs
+from neuronpipe.plans.pull.catalog import catalog, catalog_model
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import to_json
 
@@ -108,13 +109,15 @@ def _plan_for_device(path: Path, options: PlanOptions, device: str, *, gateway: 
 
 
 def _is_shape(path: Path) -> bool:
-    """Return True if the path names a shape. Raises UserError for a misspelled shape."""
+    """Return True if the path names a shape, or a model of the catalog. Raises UserError for a misspelled shape."""
     if path.exists():
         return False
     name = str(path)
-    if shape_named(name) is None and (near := difflib.get_close_matches(name, known_models(), n=1, cutoff=0.8)):
+    if shape_named(name) is not None or catalog_model(name) is not None:
+        return True
+    if near := difflib.get_close_matches(name, [*catalog(), *known_models()], n=1, cutoff=0.8):
         raise UserError(f"{quoted(name)}: no such package or shape; did you mean {near[0]}?")
-    return shape_named(name) is not None
+    return False
 
 
 def _plan_for_shape(path: Path, options: PlanOptions, *, gateway: bool) -> PlanResult:

@@ -180,7 +180,8 @@ def refuse_shape(text: str) -> None:
 
 
 def model_named(text: str) -> SimulatedModel:
-    """Return the model of a shape. Raises UserError, which lists the known names, if there is none."""
+    """Return the model of a shape, or of a name of the catalog. Raises UserError, which lists the shapes, if there is
+    none."""
     name = shape_named(text) or text
     if (published := published_models().get(name)) is not None:
         spec = ModelSpec(
@@ -207,6 +208,8 @@ def model_named(text: str) -> SimulatedModel:
         )
     if name in SHAPES:
         return _assumed(name, SHAPES[name])
+    if (listed := catalog_model(name)) is not None:
+        return _assumed(listed.name, listed.spec)
     names = known_models()
     near = difflib.get_close_matches(name.casefold(), names, n=1)
     hint = f"did you mean {near[0]}? Shapes" if near else "shapes"
