@@ -30,6 +30,12 @@ def show_bytes(size: float) -> str:
     return f"{size:.2f} GiB"
 
 
+def show_min_bytes(size_bytes: int) -> str:
+    """Return a size as `show_bytes`, but rounded up: a limit of what is shown is large enough."""
+    gib_hundredths, mib_tenths = (-(-size_bytes * parts // unit) for parts, unit in ((100, 1 << 30), (10, 1 << 20)))
+    return f"{gib_hundredths / 100:.2f} GiB" if mib_tenths >= 10240 else f"{mib_tenths / 10:.1f} MiB"
+
+
 def show_time(seconds: float) -> str:
     """Return a duration as it is typed: `30s`, `5m`, `2h`, `forever`."""
     if math.isinf(seconds):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from decimal import Decimal
 
 from neuronpipe.launch.formats import ONLY_UTF8
 from neuronpipe.launch.planning import AUTO
+from neuronpipe.plans.planner.plan_options import UNIT_BYTES, MemoryLimit
 
 MAX_BYTES = 1 << 60
 MIN_PLAUSIBLE_BYTES = 1 << 20  # every size option is about memory: a smaller value lacks its unit
@@ -21,7 +23,9 @@ UNITS = (
 
 
 def parse_bytes(text: str) -> int:
-    """Parse `1500000`, `512MiB`, `1.5GiB`, `2G` (binary) or `800MB` (decimal); refuse implausibly small sizes."""
+    """Parse `1500000`, `512MiB`, `1.5GiB`, `2G` (binary) or `800MB` (decimal); refuse implausibly small sizes.
+
+    The result is a `MemoryLimit`: an answer about it is in the unit that was typed."""
     return _parse_size(text, "")
 
 
@@ -41,14 +45,23 @@ def _parse_size(text: str, alternative: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size; write bytes, or a number with MiB or GiB{alternative}"
         )
-    size = float(match.group(1)) * UNITS[match.group(2).upper()]
+    prefix = match.group(2).upper()
+    size = Decimal(match.group(1)) * UNITS[prefix]  # exact: what a refusal suggests must be enough
     if not 1 <= size <= MAX_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero, and up to 1 EiB{alternative}")
     if size < MIN_PLAUSIBLE_BYTES:
         unit = "GiB" if float(match.group(1)) < LIKELY_MIB else "MiB"
         bytes_text = f"{int(size):,} byte{'' if int(size) == 1 else 's'}"
         raise argparse.ArgumentTypeError(f"{text!r} is {bytes_text}; did you mean {match.group(1)}{unit}?")
-    return int(size)
+    return MemoryLimit(int(size), text.strip(), _shown_unit(prefix))
+
+
+def _shown_unit(suffix: str) -> str:
+    """Return the unit of answers to a size with this suffix, in capitals: TiB and more are answered in GiB."""
+    if suffix in ("", "B"):
+        return "bytes"
+    unit = suffix[0] + ("B" if suffix[1:] == "B" else "iB")
+    return unit if unit in UNIT_BYTES else f"G{unit[1:]}"
 
 
 def parse_share(text: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Sequence
 
-from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.formats import show_bytes, show_min_bytes
 from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.search import Subject, quick_plan
 from neuronpipe.launch.planning.shapes import no_activity
@@ -144,7 +144,7 @@ def estimate(
     try:
         plan, min_memory_bytes = quick_plan(subject, options, limit_bytes)
     except LimitTooSmall as error:
-        problem = f"needs {show_bytes(error.min_bytes)} of memory"
+        problem = f"needs {show_min_bytes(error.min_bytes)} of memory"
         return dataclasses.replace(facts, min_memory_bytes=error.min_bytes, problem=problem)
     except UserError as error:
         return dataclasses.replace(facts, problem=str(error))

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from neuronpipe.launch.catalog.estimates import PROMPT_TOKENS, Estimate
-from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.formats import show_bytes, show_min_bytes
 from neuronpipe.plans.number_format import show_range
 from neuronpipe.protocol.frozen import frozen
 
 COLUMNS = 80
-NAME_COLUMNS = 18
+NAME_COLUMNS = 20
 HEADINGS = (
     f"{'':<{NAME_COLUMNS}}{'':>10}  {'memory':>10}  {'weights':>8}  {'':>10}  {'first':>7}",
     f"{'model':<{NAME_COLUMNS}}{'download':>10}  {'at least':>10}  {'resident':>8}  {'tokens/s':>10}  {'token':>7}",
@@ -59,7 +59,7 @@ def table_lines(estimates: Sequence[Estimate], pulled: frozenset[str], *, shows_
 
 def _figures(estimate: Estimate, *, is_pulled: bool) -> str:
     size = "pulled" if is_pulled else show_bytes(estimate.model.download_bytes)
-    min_memory = "" if estimate.min_memory_bytes is None else show_bytes(estimate.min_memory_bytes)
+    min_memory = "" if estimate.min_memory_bytes is None else show_min_bytes(estimate.min_memory_bytes)
     share = "" if estimate.resident_share is None else f"{estimate.resident_share:.0%}"
     return (
         f"{estimate.model.name:<{NAME_COLUMNS}}{size:>10}  {min_memory:>10}  {share:>8}  "

@@ -6,7 +6,7 @@ from start to start.
 
 from __future__ import annotations
 
-from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.formats import show_bytes, show_min_bytes
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.memory_budget import MIB
@@ -41,5 +41,5 @@ def memory_warning(plan: Plan, device: Device, min_limit_bytes: int) -> str | No
 def _advice(device: Device, min_limit_bytes: int) -> str:
     available_mib = device.memory_available_bytes // MIB
     if min_limit_bytes > available_mib * MIB:
-        return f"take a smaller --context or another package; this one needs {show_bytes(min_limit_bytes)} at least"
+        return f"take a smaller --context or another package; this one needs {show_min_bytes(min_limit_bytes)} at least"
     return f"ask for less, or make the plan for less: --memory {available_mib}MiB is what fits now"

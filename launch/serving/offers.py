@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.memory_budget import gateway_bytes, templates_bytes
+from neuronpipe.plans.planner.plan_options import LimitTooSmall, MemoryLimit, size_to_type
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.runtime.implementations import Implementations
 
@@ -69,13 +71,14 @@ def make_offers(
     """
     offers: dict[str, Offer] = {}
     packages = _open_packages(paths, options, plain=plain)
-    reserved_bytes = 0
+    gateway = functools.partial(_gateway_bytes, [package for _, package in packages.values()])
     plan_options = options
     if options.memory_bytes is not None and options.has_fixed_limit:
-        reserved_bytes = _gateway_bytes((package for _, package in packages.values()), options.memory_bytes)
-        plan_options = dataclasses.replace(options, memory_bytes=max(1, options.memory_bytes - reserved_bytes))
+        typed = MemoryLimit.of(options.memory_bytes)
+        limit = MemoryLimit(max(1, typed - gateway(typed)), unit=typed.unit)
+        plan_options = dataclasses.replace(options, memory_bytes=limit)
     for name, (path, package) in packages.items():
-        with _errors_of(path, options, reserved_bytes):
+        with _errors_of(path, options, gateway):
             plan = plan_here(package, plan_options, plain=plain, several=True, report=report).plan
             keeps_history = options.keeps_history and not uses
             offers[name] = Offer(package, plan, implementations(uses, plan), keeps_history)
@@ -101,9 +104,20 @@ def _gateway_bytes(packages: Iterable[Package], limit_bytes: int) -> int:
     return gateway_bytes(chat_models, templates_bytes(limit_bytes))
 
 
+def _limit_with_gateway(min_bytes: int, gateway: Callable[[int], int]) -> int:
+    """Return the smallest limit that leaves min_bytes beside the gateway's part, which grows more slowly."""
+    limit_bytes = min_bytes
+    while (needed_bytes := min_bytes + gateway(limit_bytes)) > limit_bytes:
+        limit_bytes = needed_bytes
+    return limit_bytes
+
+
 @contextlib.contextmanager
-def _errors_of(path: Path, options: PlanOptions, reserved_bytes: int = 0) -> Iterator[None]:
-    """Add the package to errors, and the gateway's part of the memory to errors about --memory."""
+def _errors_of(path: Path, options: PlanOptions, gateway: Callable[[int], int] = lambda limit: 0) -> Iterator[None]:
+    """Add the package to errors, and to those about --memory the gateway's part and the limit that is enough for both.
+
+    gateway: returns the gateway's part of a limit
+    """
     try:
         yield
     except UserError as error:
@@ -111,7 +125,11 @@ def _errors_of(path: Path, options: PlanOptions, reserved_bytes: int = 0) -> Ite
         if not message.startswith(str(path)):
             message = f"{path.name}: {message}"
         if options.memory_bytes is not None and options.has_fixed_limit and "--memory" in message:
-            message += f"; of {show_bytes(options.memory_bytes)} the gateway takes {show_bytes(reserved_bytes)}"
+            typed = MemoryLimit.of(options.memory_bytes)
+            message += f"; of {typed.shown} the gateway takes {show_bytes(gateway(typed))}"
+            if isinstance(error, LimitTooSmall):
+                enough_bytes = _limit_with_gateway(error.min_bytes, gateway)
+                message += f", so that --memory {size_to_type(enough_bytes, typed.unit)} is the least"
         raise UserError(message) from None
 
 

@@ -44,7 +44,7 @@ def explain(plan: Plan) -> str:
     lines = [f"plan {plan.id} for package {plan.package_id[:12]} on device {plan.device_id[:12]}", ""]
     lines.append(
         f"memory  {_size(memory.total_bytes())} of a limit of {_size(memory.limit_bytes).strip()}, "
-        f"the least for these processes is {_size(memory.least_bytes).strip()}"
+        f"the least for these processes is {-(-memory.least_bytes * 10 // (1 << 20)) / 10:.1f} MiB"  # rounded up
     )
     lines += [f"  {name:<22}{_size(size)}  {'█' * round(BAR_CHARACTERS * size / max_bytes)}" for name, size in parts]
     lines.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Literal
 
 from neuronpipe.plans.plan.document import Mode
@@ -12,6 +13,43 @@ Technique = Literal["bundle", "cache", "drafts", "pipeline", "predictor", "prefe
 TECHNIQUES: tuple[Technique, ...] = ("bundle", "cache", "drafts", "pipeline", "predictor", "prefetch")
 Baseline = Literal["llm-in-a-flash"]
 BASELINES: tuple[Baseline, ...] = ("llm-in-a-flash",)
+
+UNIT_BYTES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+MAX_DECIMALS = 3
+
+
+class MemoryLimit(int):
+    """A memory limit in bytes that keeps the text and the unit in which a person typed it. A computed one has no text,
+    and the unit MiB."""
+
+    typed: str
+    unit: str
+
+    def __new__(cls, limit_bytes: int, typed: str = "", unit: str = "MiB") -> MemoryLimit:
+        limit = super().__new__(cls, limit_bytes)
+        limit.typed, limit.unit = typed, unit
+        return limit
+
+    @classmethod
+    def of(cls, limit_bytes: int) -> MemoryLimit:
+        """Return the limit itself if it was typed, else one without text."""
+        return limit_bytes if isinstance(limit_bytes, cls) else cls(limit_bytes)
+
+    @property
+    def shown(self) -> str:
+        """The text that was typed; of a computed limit, the size to the next thousandth of its unit."""
+        return self.typed or f"{self / UNIT_BYTES[self.unit]:,.{MAX_DECIMALS}f}".rstrip("0").rstrip(".") + self.unit
+
+
+def size_to_type(size_bytes: int, unit: str) -> str:
+    """Return a size as a person types it, e.g. `106MiB`: three digits, rounded up, so that a limit of this size is
+    large enough."""
+    unit_bytes = UNIT_BYTES[unit]
+    places = range(MAX_DECIMALS if unit_bytes > 1 else 0)
+    decimals = next((n for n in places if size_bytes * 10**n >= 100 * unit_bytes), len(places))
+    count = -(-size_bytes * 10**decimals // unit_bytes)
+    number = f"{Decimal(count).scaleb(-decimals).normalize():f}"
+    return f"{number} bytes" if unit_bytes == 1 else f"{number}{unit}"
 
 
 class LimitTooSmall(UserError):
@@ -29,7 +67,7 @@ class PlanOptions:
     `without` and `baseline` are for experiments: they disable techniques.
     """
 
-    memory_bytes: int | None = None  # limit of the whole run
+    memory_bytes: int | None = None  # limit of the whole run; a `MemoryLimit` is shown as it was typed
     ffn_resident_share: float | None = None  # maximum of resident feed-forward bytes, as a share (0..1) of all
     follows: bool = False  # the run takes what is available, up to memory_bytes
     context_tokens: int | None = None

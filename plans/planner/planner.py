@@ -43,7 +43,7 @@ from neuronpipe.plans.plan.segment_sizes import (
 from neuronpipe.plans.planner.assumptions import assumptions
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.offload_split import BestSplit
-from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
+from neuronpipe.plans.planner.plan_options import LimitTooSmall, MemoryLimit, PlanOptions, size_to_type
 from neuronpipe.plans.planner.plan_reasons import embedding_reasons, mode_reasons
 from neuronpipe.plans.planner.shared_results import SharedResults
 from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, Regions
@@ -146,7 +146,7 @@ class _PlanBuilder:
             prefill_backend=backend_of("prefill", device.processes),
             accelerator_backend=backend_of(ACCELERATOR, device.processes),
         )
-        self._limit_bytes = device.memory_bytes if options.memory_bytes is None else options.memory_bytes
+        self._limit_bytes = int(device.memory_bytes if options.memory_bytes is None else options.memory_bytes)
         if manifest.model.is_recurrent:
             self._shape = dataclasses.replace(self._shape, state_slots=self._state_slots())
         if device.accelerator is not None:
@@ -415,12 +415,13 @@ class _PlanBuilder:
         limit = self._budgets.min_limit_bytes(self._shape)
         chosen = ", a share of what is available now" if self._options.memory_bytes is None else ""
         reserved_bytes = sum(untrusted_bytes(self._manifest, self._shape, limit).values())
+        typed = MemoryLimit.of(self._limit_bytes if self._options.memory_bytes is None else self._options.memory_bytes)
+        sizes = (limit, min_bytes, reserved_bytes, self._min_slots_bytes)
+        least, trusted, reserved, slots = (size_to_type(size, typed.unit) for size in sizes)
         raise LimitTooSmall(
-            f"--memory {self._limit_bytes:,}{chosen}: "
-            f"the least for this package is {limit:,} bytes ({-(-limit // MIB)} MiB): "
-            f"{min_bytes:,} for interpreters, fixed tensors, KV cache and exchange, "
-            f"{reserved_bytes:,} for grammars and templates, {self._min_slots_bytes:,} for the neurons being computed; "
-            "a smaller --context needs less",
+            f"--memory {typed.shown}{chosen}: the least for this package is {least}: "
+            f"{trusted} for interpreters, fixed tensors, KV cache and exchange, {reserved} for grammars and templates, "
+            f"{slots} for the neurons being computed; a smaller --context needs less",
             limit,
         )
 

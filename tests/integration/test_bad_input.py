@@ -110,8 +110,11 @@ def test_there_is_no_package(shell: Shell, tmp_path: Path) -> None:
 
 
 def test_too_little_memory_says_how_much_is_needed(shell: Shell, package: Path) -> None:
-    said = shell.refused("run", package, *ASK, "--memory", "20MiB")
-    assert "--memory 20,971,520: the least for this package is" in said
+    for typed in ("20MiB", "20MB", "0.02GiB", "0.02gb", "20000000"):
+        said = shell.refused("run", package, *ASK, "--memory", typed)
+        least = said.split(f"--memory {typed}: the least for this package is ")[1].split(": ")[0]
+        assert least.lower().endswith(typed.lstrip("0123456789.").lower() or "bytes")
+    assert shell.call("run", package, *ASK, "--memory", least.removesuffix(" bytes")).code == 0
     assert "--ffn-resident" in shell.refused("run", package, *ASK, "--ffn-resident", "0%")
 
 

@@ -163,8 +163,8 @@ def test_a_cancelled_text_gives_its_slot_to_one_that_waits(run: Run) -> None:
 def test_a_run_that_stays_has_fewer_slots_where_memory_is_short(shell: Shell, package: Package) -> None:
     """By default; who asks for so many is told what they would need."""
     options = ("--workers", "1", "--context", "128")
-    said = shell.refused("plan", package.path, "--memory", "1MiB", "--sequences", "4", *options)
-    least = int(said.split("the least for this package is ")[1].split(" bytes")[0].replace(",", ""))
+    said = shell.refused("plan", package.path, "--memory", "1048576", "--sequences", "4", *options)
+    least = int(said.split("the least for this package is ")[1].split(" bytes")[0])
     with shell.up(package.path, "--memory", str(least - 1), *options) as run:
         assert run.status().max_sequences < 4
     assert "--memory" in shell.refused("up", package.path, "--memory", str(least - 1), "--sequences", "4", *options)

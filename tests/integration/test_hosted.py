@@ -261,6 +261,9 @@ def test_two_packages_of_one_name_and_options_of_one_run_are_refused(shell: Shel
     assert "--run /tmp/x: applies to one run" in shell.refused("serve", path, packages[1].path, "--run", "/tmp/x")
     too_little = shell.refused("serve", path, packages[1].path, "--memory", "60MiB")
     assert f"{path.name}: --memory" in too_little
-    assert "of 60.0 MiB the gateway takes" in too_little
+    assert "of 60MiB the gateway takes" in too_little
+    least = too_little.split("so that --memory ")[1].split(" is the least")[0]
+    assert least.endswith("MiB")
+    assert "--memory" not in shell.refused("serve", path, packages[1].path, "--memory", least, "--port", "99999")
     assert shell.refused("serve", path, "nosuch").startswith("neuronpipe: nosuch: no such package")
     assert "no package with a name" in shell.refused("serve", "--all")

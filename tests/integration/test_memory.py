@@ -68,8 +68,8 @@ def test_a_model_that_does_not_fit_stays_below_its_limit(shell: Shell, large: Pa
 
 def least_bytes(shell: Shell, package: Path, *options: str) -> int:
     """The least limit of a package."""
-    refused = shell.refused("plan", package, "--memory", "1MiB", *options)
-    return int(refused.split("the least for this package is ")[1].split(" bytes")[0].replace(",", ""))
+    refused = shell.refused("plan", package, "--memory", "1048576", *options)
+    return int(refused.split("the least for this package is ")[1].split(" bytes")[0])
 
 
 @pytest.mark.nightly

@@ -28,8 +28,8 @@ def answers(run: Run, prompts: Sequence[list[int]] = PROMPTS, most: int = 6) -> 
 
 def least_memory(shell: Shell, package: Package, *options: str) -> int:
     """The least that the refusal of too small a limit names."""
-    said = shell.refused("plan", package.path, "--memory", "1MiB", *options)
-    return int(said.split("the least for this package is ")[1].split(" bytes")[0].replace(",", ""))
+    said = shell.refused("plan", package.path, "--memory", "1048576", *options)
+    return int(said.split("the least for this package is ")[1].split(" bytes")[0])
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from neuronpipe.launch.arguments.command_line import parse
 from neuronpipe.launch.arguments.plan_arguments import plan_options
+from neuronpipe.launch.arguments.values import parse_bytes
+from neuronpipe.launch.formats import show_min_bytes
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.planning.memory_check import memory_warning
 from neuronpipe.launch.planning.plan import PlanResult, plan_for
@@ -16,7 +18,7 @@ from neuronpipe.plans.device.process_limits import Memory, read_memory
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.planner.device_facts import device_facts
-from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.plan_options import UNIT_BYTES, LimitTooSmall, PlanOptions, size_to_type
 from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.errors import UserError
 
@@ -79,7 +81,7 @@ def test_a_plan_that_takes_what_other_programs_have_is_warned_of(whole: Plan, tm
 
 def test_where_no_limit_that_fits_is_enough_the_least_is_named(whole: Plan, tmp_path: Path) -> None:
     memory = read_memory(write(tmp_path, {**MACHINE, **group(20 * MIB, used_bytes=0)}))
-    with pytest.raises(UserError, match=rf"needs {whole.memory.least_bytes / MIB:.1f} MiB at least"):
+    with pytest.raises(UserError, match=rf"needs {show_min_bytes(whole.memory.least_bytes)} at least"):
         warning(whole, memory)
 
 
@@ -95,12 +97,46 @@ def test_the_least_that_is_named_is_the_least_that_works() -> None:
     least = roomy.min_limit_bytes
     assert least < roomy.plan.memory.least_bytes  # a run with one worker needs less
     assert made("--memory", str(least)).min_limit_bytes == least
-    with pytest.raises(UserError, match=f"the least for this package is {least:,} bytes"):
+    with pytest.raises(UserError, match=f"the least for this package is {least} bytes: "):
         made("--memory", str(least - 1))
     little = dataclasses.replace(PHONE, memory_total_bytes=90 * MIB, memory_available_bytes=20 * MIB)
-    with pytest.raises(UserError, match=rf"needs {least / MIB:.1f} MiB at least"):
+    with pytest.raises(UserError, match=rf"needs {show_min_bytes(least)} at least"):
         memory_warning(roomy.plan, little, least)
 
 
 def test_a_machine_that_does_not_say_how_much_there_is_refuses_nothing(whole: Plan, tmp_path: Path) -> None:
     assert warning(whole, read_memory(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["2097152", "2097152B", "2048K", "2048kib", "2100KB", "2M", "2.5MiB", "2.5mb", "0.01G", "0.01GiB", "0.01GB"],
+)
+def test_a_refusal_answers_in_the_typed_unit_with_a_limit_that_is_accepted(typed: str) -> None:
+    demo = Package.open(DEMO)
+
+    def made(text: str) -> PlanResult:
+        subject = Subject(manifest=demo.manifest, read_activity=demo.read_activity, device=PHONE)
+        return plan_for(subject, plan_options(parse(["plan", "--memory", text])), several=False, gateway=False)
+
+    with pytest.raises(LimitTooSmall, match=f"^--memory {typed}: the least for this package is ") as refused:
+        made(typed)
+    suggested = str(refused.value).split(" package is ")[1].split(": ")[0]
+    letters = typed.lstrip("0123456789.").upper()
+    units = {" BYTES"} if letters in ("", "B") else {letters, f"{letters}IB"}
+    assert suggested.lstrip("0123456789.").upper() in units
+    assert made(suggested.removesuffix(" bytes")).plan.memory.limit_bytes >= refused.value.min_bytes
+
+
+@pytest.mark.parametrize("unit", UNIT_BYTES)
+def test_a_size_to_type_is_enough_and_at_most_a_hundredth_or_a_step_more(unit: str) -> None:
+    sizes = [n * 10**power + more for power in range(6, 12) for n in (1, 1.005, 1.5, 9.99) for more in (-1, 0, 1)]
+    for size in (max(MIB, int(size)) for size in sizes):
+        text = size_to_type(size, unit)
+        assert size <= parse_bytes(text.removesuffix(" bytes")) < size + max(size / 100, UNIT_BYTES[unit] / 1000) + 1
+
+
+def test_a_shown_minimum_is_never_too_small() -> None:
+    assert [show_min_bytes(size) for size in (MIB, MIB + 1, GIB - 1, GIB, GIB + 1)] == [
+        "1.0 MiB", "1.1 MiB", "1.00 GiB", "1.00 GiB", "1.01 GiB",
+    ]  # fmt: skip

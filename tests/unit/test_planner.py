@@ -33,7 +33,7 @@ from neuronpipe.plans.plan.pinned_clusters import pins_within
 from neuronpipe.plans.plan.report import difference, explain
 from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape, private_layouts, run_layouts
 from neuronpipe.plans.planner.device_facts import DeviceFacts
-from neuronpipe.plans.planner.plan_options import TECHNIQUES, PlanOptions
+from neuronpipe.plans.planner.plan_options import TECHNIQUES, MemoryLimit, PlanOptions
 from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, allocate_slots
 from neuronpipe.plans.pull.catalog import catalog
@@ -262,10 +262,10 @@ def test_the_resident_share_that_was_asked_for_is_not_exceeded(share: float) -> 
 def test_a_limit_below_the_least_is_refused_and_the_figure_in_the_message_works() -> None:
     m, facts = manifest(), device()
     least = least_bytes(m, facts)
-    with pytest.raises(UserError, match=f"{least:,} bytes"):
-        make_plan(m, facts, PlanOptions(memory_bytes=least - 1))
+    with pytest.raises(UserError, match=f"--memory 1: the least for this package is {least} bytes: "):
+        make_plan(m, facts, PlanOptions(memory_bytes=MemoryLimit(least - 1, "1", "bytes")))
     assert make_plan(m, facts, PlanOptions(memory_bytes=least)).memory.total_bytes() <= least
-    with pytest.raises(UserError, match=f"--memory {least - 1:,}, a share of what is available now: the least"):
+    with pytest.raises(UserError, match=r"--memory [0-9.]+MiB, a share of what is available now: the least"):
         make_plan(m, device(memory_bytes=least - 1), PlanOptions())
 
 
@@ -310,7 +310,7 @@ def test_the_least_that_an_error_names_in_mib_is_enough(tokenizer_bytes: int) ->
     m = dataclasses.replace(m, files={**m.files, "tokenizer.json": FileEntry(tokenizer_bytes, "0" * 64)})
     with pytest.raises(UserError) as caught:
         make_plan(m, device(), PlanOptions(memory_bytes=MIB))
-    (shown_mib,) = re.findall(r"\((\d+) MiB\)", str(caught.value))
+    (shown_mib,) = re.findall(r"--memory 1MiB: the least for this package is (\d+)MiB: ", str(caught.value))
     make_plan(m, device(), PlanOptions(memory_bytes=int(shown_mib) * MIB))
 
 

@@ -18,7 +18,7 @@ from neuronpipe.plans.planner import search as searching
 from neuronpipe.plans.planner.candidates import ANSWER, USUAL, Request, Space
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.mode_choice import allowed_modes
-from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
+from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions, size_to_type
 from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.plans.planner.search import MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, Search
 from neuronpipe.plans.planner.tradeoffs import binds, describe, render
@@ -333,7 +333,7 @@ def test_a_limit_that_is_too_small_for_the_workers_of_the_rules_is_met_with_fewe
     found = one.within(least)
     assert (found.rules, found.chosen.workers) == (None, 1)
     assert "the limit is too small for what is chosen otherwise" in found.reasons()[0]
-    with pytest.raises(LimitTooSmall, match=f"{least:,} bytes"):
+    with pytest.raises(LimitTooSmall, match=f"{size_to_type(least, 'MiB')}: "):
         one.within(least - 1)
 
 

@@ -91,5 +91,5 @@ def test_where_nothing_was_measured_bytes_from_flash_stand_in_for_speed(package:
 def test_too_little_for_one_text_is_refused_as_for_one_text(package: Manifest) -> None:
     facts = device()
     least = make_plan(package, facts, PlanOptions()).memory.least_bytes
-    with pytest.raises(LimitTooSmall, match=f"the least for this package is {least:,} bytes"):
+    with pytest.raises(LimitTooSmall, match=f"the least for this package is {-(-least // (1 << 20))}MiB: "):
         plan_for_sequences(package, facts, PlanOptions(memory_bytes=least - 1))

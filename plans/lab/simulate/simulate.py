@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -28,7 +29,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.borrowed_memory import with_borrowed_slots
 from neuronpipe.plans.plan.document import Mode, Plan
 from neuronpipe.plans.planner.device_facts import DeviceFacts, device_facts
-from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.plan_options import MemoryLimit, PlanOptions, size_to_type
 from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -45,7 +46,7 @@ class SimulationOptions:
     context_tokens: mean number of tokens before a generated one
     """
 
-    memory_bytes: float | None = None
+    memory_bytes: int | None = None
     resident: float | None = None
     batch: int = 1
     prompt_tokens: int = 64
@@ -99,9 +100,10 @@ def resident_share(model: SimulatedModel, options: SimulationOptions) -> float:
         raise UserError("--memory and --ffn-resident: one decides the other; leave one of the two out")
     spare = options.memory_bytes - model.fixed_bytes
     if spare < 0:
+        limit = MemoryLimit.of(options.memory_bytes)
         raise UserError(
-            f"--memory {options.memory_bytes / 1e9:.2f} GB: {model.name} needs {model.fixed_bytes / 1e9:.2f} GB before "
-            "anything is cached (attention, output, predictors, scales)"
+            f"--memory {limit.shown}: {model.name} needs {size_to_type(math.ceil(model.fixed_bytes), limit.unit)} "
+            "before anything is cached (attention, output, predictors, scales)"
         )
     return min(1.0, spare / model.cacheable_bytes)
 
