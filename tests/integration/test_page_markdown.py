@@ -117,6 +117,17 @@ def test_markdown_becomes_elements(page: Page, text: str, html: str) -> None:
     assert drawn(page, text) == html
 
 
+def test_columns_of_a_table_are_aligned_as_it_says(page: Page) -> None:
+    page.server.replies.append(["| a | b | c | d |\n|---|---|---|--:|\n| 1 | 2 | 3 | 4 |\n"])
+    page.send("a table, please")
+    assert page.eventually(lambda: page.answers and "ended" in page.answers[-1][1])
+    cells = (
+        "return [...document.querySelectorAll('#messages > :last-child :is(th, td)')]"
+        ".map(one => getComputedStyle(one).textAlign)"
+    )
+    assert page.browser.execute_script(cells) == 2 * [*3 * ["left"], "right"]
+
+
 def test_code_is_shown_as_it_is_with_a_button_that_copies_it(page: Page) -> None:
     code = "def f():\n\treturn '<b>**x**'\n\n    # end"
     if isinstance(page.browser, webdriver.Chrome):

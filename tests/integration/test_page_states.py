@@ -245,6 +245,40 @@ def test_it_fits_the_narrowest_phone_in_every_state(page: Page) -> None:
     fits(page)
 
 
+def test_the_state_and_the_chosen_model_can_be_read_on_the_narrowest_phone(page: Page) -> None:
+    resize(page.browser, *NARROW, touch=True)
+    page.server.snapshot = run_snapshot(tokens_per_s=124.1, sequences_active=1)
+    page.open()
+    assert page.eventually(lambda: page["state"].text == "124 tokens/s")
+    cut = (
+        "return ['state', 'show-live'].map(id => document.getElementById(id))"
+        ".some(one => one.scrollWidth > one.clientWidth)"
+    )
+    assert not page.browser.execute_script(cut)
+    page.server.models = ["qwen3-30b-a3b-instruct", "another"]
+    page.open()
+    assert page.eventually(lambda: page["models"].is_displayed() and page["state"].text == "124 tokens/s")
+    assert not page.browser.execute_script(cut)
+    assert page["models"].size["width"] > NARROW[0] / 2
+
+
+def test_the_end_of_a_conversation_stays_in_sight_above_open_settings(page: Page) -> None:
+    end = "const one = document.getElementById('messages'); return one.scrollHeight - one.scrollTop - one.clientHeight"
+    page.server.replies.append(["A line.\n\n" * 60])
+    talk(page, "hello")
+    assert page.eventually(lambda: page.browser.execute_script(end) < 2)
+    settings = page["settings"].find_element(By.TAG_NAME, "summary")
+    height = page["messages"].size["height"]
+    settings.click()
+    assert page.eventually(lambda: page["messages"].size["height"] < height)
+    assert page.eventually(lambda: page.browser.execute_script(end) < 2)
+    settings.click()
+    page.browser.execute_script("document.getElementById('messages').scrollTop = 0")  # who reads the beginning
+    settings.click()
+    assert page.eventually(lambda: page["messages"].size["height"] < height)
+    assert page.browser.execute_script("return document.getElementById('messages').scrollTop") == 0
+
+
 def fits(page: Page) -> None:
     """Nothing is wider than the screen, and what is to be touched is no smaller than a finger."""
     assert page.browser.execute_script("return document.documentElement.scrollWidth") <= NARROW[0]

@@ -32,17 +32,24 @@ export function divide({ leftOut, turns: all }) {
 
 // Shows the buttons of each turn that can be used now.
 export function offer({ turns: all }, busy) {
+  const followed = follows();
   let model = "";
   for (const turn of all) {
     turn.view?.introduce(turn.model !== model);
     turn.view?.offer(busy, turn === all.at(-1));
     model = turn.model || model;
   }
+  if (followed) scroll();
 }
 
 export const scroll = () => (list.scrollTop = list.scrollHeight);
 export const turnAt = (element) => turns.get(element.closest("#messages > li"));
 const follows = () => list.scrollHeight - list.scrollTop - list.clientHeight < NEAR_END;
+
+// Settings that open and a phone's keyboard make the list lower: what was at its end stays there.
+let wasAtEnd = true;
+list.addEventListener("scroll", () => (wasAtEnd = follows()));
+new ResizeObserver(() => wasAtEnd && scroll()).observe(list);
 
 class TurnView {
   #turn;
