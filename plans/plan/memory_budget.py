@@ -238,7 +238,8 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
         clusters_bytes += OUTPUT_VALUE_BYTES * layout.cluster_neurons * at_once
     participants = shape.workers + shape.prefill_threads
     row_bytes = embedding_row_bytes(manifest) + 2 * PAGE_BYTES if shape.embedding_on_flash else 0
-    return tokens * token_bytes + clusters_bytes + participants * (row_bytes + ATTEND_QUERIES * 4 * shape.context_tokens)
+    scores_bytes = 4 * ATTEND_QUERIES * shape.context_tokens
+    return tokens * token_bytes + clusters_bytes + participants * (row_bytes + scores_bytes)
 
 
 def min_chunk_tokens(shape: RunShape) -> int:
