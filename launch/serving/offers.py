@@ -126,7 +126,7 @@ def _errors_of(path: Path, options: PlanOptions, gateway: Callable[[int], int] =
             message = f"{path.name}: {message}"
         if options.memory_bytes is not None and options.has_fixed_limit and "--memory" in message:
             typed = MemoryLimit.of(options.memory_bytes)
-            message += f"; of {typed.shown} the gateway takes {show_bytes(gateway(typed))}"
+            message += f"; of {typed.as_typed} the gateway takes {show_bytes(gateway(typed))}"
             if isinstance(error, LimitTooSmall):
                 enough_bytes = _limit_with_gateway(error.min_bytes, gateway)
                 message += f", so that --memory {size_to_type(enough_bytes, typed.unit)} is the least"

@@ -36,8 +36,8 @@ class MemoryLimit(int):
         return limit_bytes if isinstance(limit_bytes, cls) else cls(limit_bytes)
 
     @property
-    def shown(self) -> str:
-        """The text that was typed; of a computed limit, the size to the next thousandth of its unit."""
+    def as_typed(self) -> str:
+        """Return the text that was typed; of a computed limit, the size to the next thousandth of its unit."""
         return self.typed or f"{self / UNIT_BYTES[self.unit]:,.{MAX_DECIMALS}f}".rstrip("0").rstrip(".") + self.unit
 
 

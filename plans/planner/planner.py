@@ -419,7 +419,7 @@ class _PlanBuilder:
         sizes = (limit, min_bytes, reserved_bytes, self._min_slots_bytes)
         least, trusted, reserved, slots = (size_to_type(size, typed.unit) for size in sizes)
         raise LimitTooSmall(
-            f"--memory {typed.shown}{chosen}: the least for this package is {least}: "
+            f"--memory {typed.as_typed}{chosen}: the least for this package is {least}: "
             f"{trusted} for interpreters, fixed tensors, KV cache and exchange, {reserved} for grammars and templates, "
             f"{slots} for the neurons being computed; a smaller --context needs less",
             limit,

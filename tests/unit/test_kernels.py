@@ -134,20 +134,13 @@ def test_attention_agrees_with_softmax() -> None:
     random = np.random.default_rng(3)
     query = random.standard_normal(width).astype(np.float32)
     keys, values = random.standard_normal((2, positions, width)).astype(np.float16)
-    scores, out = np.zeros(positions, np.float32), np.zeros(width, np.float32)
-    lib.np_attend(
-        ffi.from_buffer("float[]", query),
-        1,
-        ffi.from_buffer("uint16_t[]", keys),
-        ffi.from_buffer("uint16_t[]", values),
-        positions,
-        width,
-        0.125,
-        0,
-        ffi.NULL,
-        ffi.from_buffer("float[]", scores),
-        ffi.from_buffer("float[]", out),
-    )
+    scores, out = np.zeros(8 * (positions + 1), np.float32), np.zeros(width, np.float32)
+    job = ffi.new("np_attend_job *")
+    job.queries, job.out = ffi.from_buffer("float[]", query), ffi.from_buffer("float[]", out)
+    job.keys, job.values = ffi.from_buffer("uint16_t[]", keys), ffi.from_buffer("uint16_t[]", values)
+    job.scores = ffi.from_buffer("float[]", scores)
+    job.heads, job.tokens, job.positions, job.width, job.scale = 1, 1, positions, width, 0.125
+    lib.np_attend(job)
     weights = np.exp(keys.astype(np.float64) @ query * 0.125)
     np.testing.assert_allclose(out, weights @ values.astype(np.float64) / weights.sum(), rtol=1e-4, atol=1e-6)
 

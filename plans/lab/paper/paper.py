@@ -167,8 +167,8 @@ def _situation(case: Case, system: System) -> Situation:
     return Situation(device, model, system, FileCosts(device, model, system), 0, resident)
 
 
-def _bytes(case: Case) -> float | None:
-    return None if case.memory_gb is None else case.memory_gb * 1e9
+def _bytes(case: Case) -> int | None:
+    return None if case.memory_gb is None else round(case.memory_gb * 1e9)
 
 
 def document() -> Iterator[str]:

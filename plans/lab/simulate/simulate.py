@@ -102,7 +102,7 @@ def resident_share(model: SimulatedModel, options: SimulationOptions) -> float:
     if spare < 0:
         limit = MemoryLimit.of(options.memory_bytes)
         raise UserError(
-            f"--memory {limit.shown}: {model.name} needs {size_to_type(math.ceil(model.fixed_bytes), limit.unit)} "
+            f"--memory {limit.as_typed}: {model.name} needs {size_to_type(math.ceil(model.fixed_bytes), limit.unit)} "
             "before anything is cached (attention, output, predictors, scales)"
         )
     return min(1.0, spare / model.cacheable_bytes)
