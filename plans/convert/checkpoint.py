@@ -266,9 +266,9 @@ class _Tensors:
     def _take_projections(self, number: int, prefix: str, layer: str) -> None:
         model, orders, heads = self._model, self._orders, self._model.layer_heads[number]
         rows = {"query": heads.query_width, "key": heads.key_width}
-        if not heads.value_from_key:
-            rows["value"] = heads.key_width
-        if self._names.query_key_value is not None:
+        rows |= {} if heads.value_from_key else {"value": heads.key_width}
+        joined = self._names.query_key_value
+        if joined is not None and (self._names.query is None or self._inventory.has(f"{layer}{joined}.weight")):
             rows = {"query_key_value": heads.qkv_rows}
         stored = {part: f"{layer}{getattr(self._names, part)}" for part in rows}
         self.matrices[f"{prefix}.qkv"] = tuple(

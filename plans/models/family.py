@@ -41,7 +41,8 @@ class TensorNames:
     number of the expert precedes gate, up and down too.
 
     stacked: one tensor has the matrices of all experts of a layer, one after the other
-    query_key_value: the joined tensor of queries, keys and values; None: each has a separate tensor
+    query_key_value: the joined tensor of queries, keys and values. A layer without it has the separate ones, if they
+        have names
     latent_down, query_down: with latents, the matrices that compute the latent and the rotated part of keys, and the
         input of queries; latent_norm, query_down_norm: their norms
     latent_up: the matrix of the keys, without their rotated part, and values of all heads, head after head; or
@@ -234,6 +235,7 @@ class GgufArchitecture:
     activation_limit: the field of ModelSpec
     ffn_norm: the name of the feed-forward's norm
     full_layer_every: with windows, each layer of this number has none; 0: all layers have windows
+    window_tokens: the window if a file states none; 0: layers have none then
     unrotated_layer_every: each layer of this number is not rotated; 0: all are
     has_scales: the file has factors of embeddings, attention scores, additions to the residual stream, and logits
     multiplies_logits: the file has a factor of logits, `logit_scale`
@@ -274,6 +276,7 @@ class GgufArchitecture:
     activation_limit: float = 0.0
     ffn_norm: str = "ffn_norm"
     full_layer_every: int = 0
+    window_tokens: int = 0
     unrotated_layer_every: int = 0
     has_scales: bool = False
     multiplies_logits: bool = False

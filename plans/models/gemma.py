@@ -147,6 +147,7 @@ FAMILY = Family(
             activation="gelu",
             norms="both",
             full_layer_every=2,
+            window_tokens=4096,
             scales_embedding=True,
             score_cap=50.0,
             logit_cap=30.0,

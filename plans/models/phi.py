@@ -63,7 +63,15 @@ PHIMOE_DEFAULTS = {
     "lm_head_bias": False,
     "eos_token_id": 2,
 }
-PHI3_NAMES = replace(GATED_NAMES, query_key_value="self_attn.qkv_proj", gate_up="mlp.gate_up_proj", predictor=None)
+PHI3_NAMES = replace(
+    GATED_NAMES,
+    query=None,
+    key=None,
+    value=None,
+    query_key_value="self_attn.qkv_proj",
+    gate_up="mlp.gate_up_proj",
+    predictor=None,
+)
 
 
 def _phi3(config: Record, has: Has, choices: Choices) -> ModelSpec:

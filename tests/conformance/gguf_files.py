@@ -143,6 +143,23 @@ def interleaved(values: Array, heads: int) -> Array:
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
+def joined_projections(
+    named: Iterator[tuple[str, Array]], recipe: Recipe, architecture: str
+) -> Iterator[tuple[str, Array]]:
+    """Queries, keys and values of a layer as one tensor, as `--fuse-qkv` of the stock converter writes them."""
+    parts: dict[str, list[Array]] = {}
+    for name, values in named:
+        match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(\w+)", name)
+        if match is None:
+            yield name, values
+            continue
+        heads = {"q": recipe.query_heads, "k": recipe.key_heads}.get(match[2])
+        rows = parts.setdefault(f"blk.{match[1]}.attn_qkv.{match[3]}", [])
+        rows.append(interleaved(values, heads) if heads and architecture in INTERLEAVED else values)
+    for name, rows in parts.items():
+        yield name, np.concatenate(rows)
+
+
 def parts_apart(values: Array, recipe: Recipe) -> Array:
     """Falcon's query_key_value, stored by groups, with all queries first, then all keys, then all values."""
     group = recipe.query_heads // recipe.key_heads + 2
@@ -166,12 +183,13 @@ def write_gguf(
     tensors_of_part: int = 0,
     joint_latents: bool = True,
     joint: bool | None = None,
+    joined: bool = False,
 ) -> Path:
     """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors, and instead
     puts them in place of the recipe's; more adds matrices in that encoding. powerinfer: as that program's converter
     does it, Down transposed. tensors_of_part: in several files of so many tensors; the first one's path is returned.
-    joint_latents: keys and values of latents are one matrix. joint: gate and up of all experts are one matrix (None: of
-    Gemma 4)."""
+    joint_latents: keys and values of latents are one matrix. joined: queries, keys and values are one. joint: gate and
+    up of all experts are one matrix (None: of Gemma 4)."""
     architecture = architecture or ARCHITECTURES.get(recipe.architecture, "llama")
     writer = GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
     writer.add_name(name)
@@ -192,7 +210,7 @@ def write_gguf(
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
     all_tensors = stacked_experts(recipe, joint=joint) if joint_latents else split_keys_values(recipe)
-    for full_name, tensor in all_tensors:
+    for full_name, tensor in joined_projections(all_tensors, recipe, architecture) if joined else all_tensors:
         if gguf_name(full_name) not in (instead or {}):
             add_tensor(writer, recipe, full_name, tensor, encoding, architecture, powerinfer=powerinfer)
     for full_name, tensor in {**(extra or {}), **(instead or {})}.items():

@@ -196,7 +196,6 @@ def test_the_largest_gemmas_have_another_factor_of_scores(name: str, layers: int
 @pytest.mark.parametrize(
     ("name", "metadata", "why"),
     [
-        ("gemma2", {}, "gemma2.attention.sliding_window: is missing or 0"),
         (
             "gemma3",
             {"gemma3.attention.sliding_window": 9, "gemma3.attention.sliding_window_pattern": 3},
@@ -209,6 +208,56 @@ def test_windows_of_other_layers_are_refused(name: str, metadata: dict[str, Any]
     source = write_gguf(tmp_path / "m.gguf", NORMED[name][0], metadata=metadata)
     with pytest.raises(UserError, match=why):
         convert(source, tmp_path / "p")
+
+
+@pytest.mark.parametrize("name", ["arcee", "qwen2", "smollm3"])
+def test_joined_queries_keys_and_values_are_the_same_package(
+    name: str, tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    """The converter joins them with --fuse-qkv, after it has put the rows of each head in pairs."""
+    source = write_gguf(tmp_path / "m.gguf", RECIPES[name], RECIPES[name].dtype, joined=True)
+    assert same_weights(convert(source, tmp_path / "p", quantization="q8"), converted(name, "q8"))
+
+
+def test_gemmas_that_state_no_window_have_the_usual_one_or_none(tmp_path: Path) -> None:
+    windows = {}
+    for name in ("gemma2", "gemma3"):
+        recipe, metadata = NORMED[name]
+        stated = {key: value for key, value in metadata.items() if not key.endswith("sliding_window")}
+        package = convert(write_gguf(tmp_path / f"{name}.gguf", recipe, metadata=stated), tmp_path / name)
+        windows[name] = set(package.manifest.model.windows_tokens)
+    assert windows == {"gemma2": {4096, 0}, "gemma3": {0}}
+
+
+def test_layers_with_windows_have_the_base_that_the_file_states(tmp_path: Path) -> None:
+    recipe, metadata = NORMED["gemma3"]
+    stated = {"gemma3.rope.freq_base_swa": 300.0}
+    package = convert(write_gguf(tmp_path / "m.gguf", recipe, metadata=metadata | stated), tmp_path / "p")
+    table = PackageWeights(package).vector("rope.local_inverse_frequency")
+    width = recipe.head_width
+    np.testing.assert_allclose(table, 300.0 ** (-np.arange(0, width, 2) / width), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "why"),
+    [
+        ("cohere2", {"attention.sliding_window": 9, "rope.freq_base_swa": 300.0}, "freq_base_swa: differs from rope"),
+        ("qwen2", {"attention.causal": False}, "attention.causal: is false"),
+        (
+            "qwen2",
+            {"attention.sliding_window_pattern": [True, False, True]},
+            "window_pattern: differs from the windows",
+        ),
+    ],
+)
+def test_positions_and_masks_of_other_architectures_are_refused(
+    name: str, metadata: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    stated = {f"{name}.{key}": value for key, value in metadata.items()}
+    extra = {"cohere2.logit_scale": 0.75} if name == "cohere2" else {}
+    with pytest.raises(UserError, match=why):
+        convert(write_gguf(tmp_path / "m.gguf", RECIPES[name], metadata=stated | extra), tmp_path / "p")
+    assert not (tmp_path / "p").exists()
 
 
 def test_layers_with_windows_of_an_olmo_have_no_scaling(tmp_path: Path) -> None:
@@ -339,12 +388,8 @@ LATENTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("joint", [True, False])
-@pytest.mark.parametrize("name", LATENTS)
-def test_latents_are_the_same_package_however_keys_and_values_are_stored(
-    name: str, joint: bool, tmp_path: Path, converted: Callable[[str, str], Package]
-) -> None:
-    recipe, expected = RECIPES[name], converted(name, "q8")
+def keys_of_latents(name: str, *, joint: bool) -> dict[str, Any]:
+    recipe = RECIPES[name]
     keys = {
         **LATENTS[name],
         **latent_keys(recipe, joint=joint),
@@ -352,7 +397,23 @@ def test_latents_are_the_same_package_however_keys_and_values_are_stored(
         "expert_used_count": recipe.config["num_experts_per_tok"],
         "expert_feed_forward_length": recipe.neurons,
     }
-    metadata = {f"deepseek2.{key}": value for key, value in keys.items()}
+    return {f"deepseek2.{key}": value for key, value in keys.items()}
+
+
+def test_a_router_with_biases_beside_latents_is_a_sigmoid_if_no_key_says_it(tmp_path: Path) -> None:
+    metadata = keys_of_latents("deepseek v3", joint=True)
+    del metadata["deepseek2.expert_gating_func"]
+    model = convert(write_gguf(tmp_path / "m.gguf", RECIPES["deepseek v3"], metadata=metadata), tmp_path / "p")
+    assert (model.manifest.model.router, model.manifest.model.groups_by_best) == ("sigmoid", False)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("name", LATENTS)
+def test_latents_are_the_same_package_however_keys_and_values_are_stored(
+    name: str, joint: bool, tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    recipe, expected = RECIPES[name], converted(name, "q8")
+    metadata = keys_of_latents(name, joint=joint)
     source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata, joint_latents=joint)
     package = convert(source, tmp_path / "p", quantization="q8")
     assert same_weights(package, expected)

@@ -47,7 +47,7 @@ def with_gemma4_layers(metadata: Record, name: str, inventory: Inventory, model:
             local_positions=is_local,
             key_heads=heads if heads != local_key_heads else 0,
             head_width=0 if is_local or model.head_width == local_width else model.head_width,
-            value_from_key=not inventory.has(f"blk.{number}.attn_v.weight"),
+            value_from_key=not any(inventory.has(f"blk.{number}.{name}.weight") for name in ("attn_v", "attn_qkv")),
         )
         for number, (heads, is_local) in enumerate(zip(key_heads, has_window, strict=True))
     ]

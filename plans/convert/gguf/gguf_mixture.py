@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronpipe.plans.convert.gguf.gguf_header import uniform_integer
 from neuronpipe.plans.convert.stored_tensors import Inventory
 from neuronpipe.plans.models.family import GgufArchitecture
 from neuronpipe.plans.models.spec import MAX, MAX_SCALE, MIN_SCALE, Router
@@ -45,16 +46,19 @@ def gguf_mixture(
         return metadata.integer(f"{name}.{key}", minimum, maximum) if has(key) else default
 
     routers = [inventory.has(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers)]
-    experts_per_token = metadata.integer(f"{name}.expert_used_count", 1, experts)
+    experts_per_token = uniform_integer(metadata, f"{name}.expert_used_count", 1, experts)
     if not any(routers):
         metadata.fail(f"{name}.expert_count", f"is {experts}, but no layer has a router, `ffn_gate_inp.weight`")
     routed_layer = routers.index(True)
     neurons_key = "expert_feed_forward_length" if has("expert_feed_forward_length") else "feed_forward_length"
-    neurons = metadata.integer(f"{name}.{neurons_key}", 1, MAX.neurons)
+    neurons = uniform_integer(metadata, f"{name}.{neurons_key}", 1, MAX.neurons)
     gating = integer("expert_gating_func", 0, 99, 0)
     if gating and gating not in GATING:
         metadata.fail(f"{name}.expert_gating_func", f"{gating} is not supported; 1 and 3 (softmax) and 2 (sigmoid) are")
-    router = GATING[gating] if gating else architecture.router
+    choosing_bias = inventory.has(f"blk.{routed_layer}.exp_probs_b.bias")
+    # Only sigmoids have such biases beside latents: files without the key are of checkpoints that do not state it.
+    router: Router = "sigmoid" if architecture.latents and choosing_bias else architecture.router
+    router = GATING.get(gating, router)
     if router == "sparsemixer" and experts_per_token != 2:
         metadata.fail(f"{name}.expert_used_count", f"is {experts_per_token}; sparsemixer chooses 2 experts")
     normalized = architecture.normalized_shares
@@ -78,9 +82,9 @@ def gguf_mixture(
             "router_jitter": 0.0 if gating else architecture.router_jitter,
             "router_reads": architecture.router_reads,
             "normalized_shares": normalized or gating == SOFTMAX_OF_CHOSEN,
-            "choosing_bias": inventory.has(f"blk.{routed_layer}.exp_probs_b.bias"),
+            "choosing_bias": choosing_bias,
             "router_groups": groups,
-            "groups_by_best": groups > 1 and architecture.latents and gating in (0, 1),
+            "groups_by_best": groups > 1 and architecture.latents and router == "softmax" and gating in (0, 1),
             "groups_per_token": integer("expert_group_used_count", 1, groups, groups),
             "routed_scale": max(scale, MIN_SCALE) if scale else 1.0,
             "shared_experts": shared_experts,

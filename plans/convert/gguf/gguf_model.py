@@ -210,7 +210,9 @@ def _model(
     key_heads = query_heads
     if not architecture.gemma4_layers:  # there they may differ between layers, and are read later
         key_heads = integer("attention.head_count_kv", 1, MAX.key_heads, query_heads)
-    window_tokens = integer("attention.sliding_window", 0, MAX.context_tokens, 0)
+    window_tokens = integer("attention.sliding_window", 0, MAX.context_tokens, architecture.window_tokens)
+    if metadata.has(f"{name}.attention.causal") and not metadata.boolean(f"{name}.attention.causal"):
+        metadata.fail(f"{name}.attention.causal", "is false: attention to later tokens is not supported")
     if architecture.norm == "layer" and inventory.has(norm := "blk.0.attn_q_norm.weight"):
         metadata.fail(norm, "norms of queries and keys are not supported in this architecture")
     try:
@@ -314,8 +316,9 @@ def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArc
     if model.latent_width:
         return latent_orders(model) if architecture.rotated else {}
     if architecture.interleaved:
-        return {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
-    if architecture.partial_rotary and (rotated := rotated_width(metadata, name, model)) < model.head_width:
+        orders = {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
+    elif architecture.partial_rotary and (rotated := rotated_width(metadata, name, model)) < model.head_width:
         orders = {part: paired_order(count, model.head_width, rotated) for part, count in heads.items()}
-        return orders | {"query_key_value": joined_order(model, orders)}
-    return {}
+    else:
+        return {}
+    return orders | {"query_key_value": joined_order(model, orders)}

@@ -25,6 +25,7 @@ NAMES = TensorNames(
     query="attn_q",
     key="attn_k",
     value="attn_v",
+    query_key_value="attn_qkv",
     sinks="attn_sinks.weight",
     query_norm="attn_q_norm",
     key_norm="attn_k_norm",
@@ -75,8 +76,6 @@ def tensor_names(
         return gemma4_names(names)
     if layers is not None:
         return layers.names(names, architecture, inventory)
-    if inventory.has("blk.0.attn_qkv.weight"):
-        names = replace(names, query_key_value="attn_qkv")
     if not model.parallel or inventory.has(FFN_NORM):
         return names
     norm = "attn_norm_2" if inventory.has("blk.0.attn_norm_2.weight") else "attn_norm"

@@ -6,11 +6,13 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from neuronpipe.plans.convert.rope import scaled_frequencies
+from neuronpipe.plans.convert.rope import MAX_THETA, scaled_frequencies
 from neuronpipe.plans.models.family import GgufArchitecture
 from neuronpipe.plans.models.spec import MAX_SCALE, MAX_THRESHOLD, MIN_SCALE, ModelSpec, SpecError
 from neuronpipe.plans.strict_json import Record
 from numpy.typing import NDArray
+
+BASE, LOCAL_BASE = "rope.freq_base", "rope.freq_base_swa"
 
 
 def with_implied_fields(metadata: Record, name: str, rules: GgufArchitecture, model: ModelSpec) -> ModelSpec:
@@ -57,20 +59,24 @@ def local_frequencies(
     """Return the table of layers with local positions, which no key scales; None if there are none."""
     if rules.local_theta is None or not any(model.local_layers):
         return None
-    field = f"{name}.rope.freq_base{'_swa' if rules.gemma4_layers else ''}"
-    stated = metadata.number(field, 1.0, 1e12) if metadata.has(field) else 10_000.0
-    theta = stated if rules.gemma4_layers else rules.local_theta or stated
+    theta = _theta(metadata, f"{name}.{LOCAL_BASE}", rules.local_theta or _theta(metadata, f"{name}.{BASE}", 10_000.0))
     return scaled_frequencies(Record({"rope_theta": theta}, metadata.where), model.table_width(is_local=True))
 
 
+def _theta(metadata: Record, field: str, default: float) -> float:
+    return metadata.number(field, 1.0, MAX_THETA) if metadata.has(field) else default
+
+
 def _require_windows(metadata: Record, name: str, rules: GgufArchitecture, model: ModelSpec) -> None:
-    """Raise UserError if a file lacks the window that its architecture needs, or states windows of other layers."""
-    unrotated = rules.full_layer_every > 0 and rules.unrotated_layer_every > 0
-    if (rules.norms == "both" or unrotated) and not any(model.windows_tokens):
+    """Raise UserError if a file lacks the window that its architecture needs, or states windows of other layers or
+    other positions in layers with windows."""
+    windows, every = [window > 0 for window in model.windows_tokens], rules.full_layer_every
+    if every and rules.unrotated_layer_every and not any(windows):
         metadata.fail(f"{name}.attention.sliding_window", "is missing or 0: not supported in this architecture")
     field = f"{name}.attention.sliding_window_pattern"
-    if (rules.norms == "before" and not unrotated) or not metadata.has(field):
-        return
-    stated, windows = metadata.value(field), [window > 0 for window in model.windows_tokens]
-    if stated not in (windows, rules.full_layer_every):
-        metadata.fail(field, f"differs from one layer without a window in {rules.full_layer_every}: not supported")
+    if metadata.has(field) and metadata.value(field) not in (windows, every or None):
+        expected = f"one layer without a window in {every}" if every else "the windows of this architecture"
+        metadata.fail(field, f"differs from {expected}: not supported")
+    field, theta = f"{name}.{LOCAL_BASE}", _theta(metadata, f"{name}.{BASE}", 10_000.0)
+    if rules.local_theta is None and any(windows) and _theta(metadata, field, theta) != theta:
+        metadata.fail(field, f"differs from {BASE}, {theta:g}: not supported in this architecture")
