@@ -18,6 +18,12 @@ LIMIT = ("--mode", "predicted", "--memory", "256MiB", "--ffn-resident", "40%")
 TOKENS = 200
 
 
+@pytest.fixture(autouse=True)
+def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that runs of other tests have kept."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
 def wrong_plan(shell: Shell, file: Path, **factors: float) -> Path:
     """The demo's plan, with these figures of its expectation wrong by a factor."""
     assert shell.call("plan", DEMO, *LIMIT, "--without", "drafts", "-o", file).code == 0
