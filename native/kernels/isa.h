@@ -204,4 +204,19 @@ NP_INLINE void np_prefetch_extra(const np_rows *rows, size_t r) {
             ROW(row.quants, row.scales, rows->n, a[r], y);                                                    \
         }                                                                                                     \
     }
+
+/* Define the np_add_tokens_function NAME of f16 rows from FOUR(rows, a, a_stride, j, eights, y, y_stride), which adds one
+ * or two times eight columns from j on for four tokens, and from the np_add_function ONE. */
+#define NP_DEFINE_ADD_F16_FOR_TOKENS(TARGET, NAME, FOUR, ONE)                                                                   \
+    TARGET int NAME(int type, const np_rows *rows, const float *a, size_t a_stride, size_t tokens, float *y, size_t y_stride) { \
+        if (type != NP_F16 || rows->n % 8) return 0;                                                                            \
+        size_t t = 0;                                                                                                           \
+        for (; t + 4 <= tokens; t += 4, a += 4 * a_stride, y += 4 * y_stride) {                                                 \
+            size_t j = 0;                                                                                                       \
+            for (; j + 16 <= rows->n; j += 16) FOUR(rows, a, a_stride, j, 2, y, y_stride);                                      \
+            if (j < rows->n) FOUR(rows, a, a_stride, j, 1, y, y_stride);                                                        \
+        }                                                                                                                       \
+        for (; t < tokens; t++, a += a_stride, y += y_stride) ONE(rows, a, y);                                                  \
+        return 1;                                                                                                               \
+    }
 #endif

@@ -75,17 +75,7 @@ NP_INLINE void add_f16_to_four(const np_rows *rows, const float *a, size_t a_str
         for (int k = 0; k < 2 * pairs; k++) vst1q_f32(y + (size_t)t * y_stride + j + 4 * k, sum[t][k]);
 }
 
-static int add_for_tokens(int type, const np_rows *rows, const float *a, size_t a_stride, size_t tokens, float *y, size_t y_stride) {
-    if (type != NP_F16 || rows->n % 8) return 0;
-    size_t t = 0;
-    for (; t + 4 <= tokens; t += 4, a += 4 * a_stride, y += 4 * y_stride) {
-        size_t j = 0;
-        for (; j + 16 <= rows->n; j += 16) add_f16_to_four(rows, a, a_stride, j, 2, y, y_stride);
-        if (j < rows->n) add_f16_to_four(rows, a, a_stride, j, 1, y, y_stride);
-    }
-    for (; t < tokens; t++, a += a_stride, y += y_stride) add_f16(rows, a, y);
-    return 1;
-}
+static NP_DEFINE_ADD_F16_FOR_TOKENS(, add_for_tokens, add_f16_to_four, add_f16)
 static NP_DEFINE_ADD_ROWS(, add_q8, add_row_q8)
 
 #define DEFINE_ADD_NIBBLES(NAME, TYPE)                                                                           \
