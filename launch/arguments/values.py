@@ -45,15 +45,15 @@ def _parse_size(text: str, alternative: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size; write bytes, or a number with MiB or GiB{alternative}"
         )
-    prefix = match.group(2).upper()
-    size = Decimal(match.group(1)) * UNITS[prefix]  # exact: what a refusal suggests must be enough
+    suffix = match.group(2).upper()
+    size = Decimal(match.group(1)) * UNITS[suffix]  # exact: what a refusal suggests must be enough
     if not 1 <= size <= MAX_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero, and up to 1 EiB{alternative}")
     if size < MIN_PLAUSIBLE_BYTES:
         unit = "GiB" if float(match.group(1)) < LIKELY_MIB else "MiB"
         bytes_text = f"{int(size):,} byte{'' if int(size) == 1 else 's'}"
         raise argparse.ArgumentTypeError(f"{text!r} is {bytes_text}; did you mean {match.group(1)}{unit}?")
-    return MemoryLimit(int(size), text.strip(), _shown_unit(prefix))
+    return MemoryLimit(int(size), text.strip(), _shown_unit(suffix))
 
 
 def _shown_unit(suffix: str) -> str:
