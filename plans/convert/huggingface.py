@@ -24,6 +24,7 @@ from neuronpipe.plans.convert.rope import (
     paired_order,
     rotated_width,
     scaled_frequencies,
+    with_score_factor,
 )
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.stored_tensors import Inventory, OpenFile, RowNumbers
@@ -69,7 +70,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
             rotary_scale = math.sqrt(attention_scale(config, model.context_tokens))
             model = replace(model, attention_scale=latent_scale(config), rotary_scale=rotary_scale)
         elif frequencies is not None:
-            model = _with_factor(model, frequencies, attention_scale(position_config, model.context_tokens))
+            model = with_score_factor(model, frequencies, attention_scale(position_config, model.context_tokens))
         if architecture.joined_rows is not None:
             apart = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
             orders["query_key_value"] = apart[joined_order(model, orders)] if orders else apart
@@ -140,15 +141,6 @@ def _positions(
     if rotated == model.head_width:
         return frequencies, {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
     return frequencies, {part: paired_order(count, model.head_width, rotated) for part, count in heads.items()}
-
-
-def _with_factor(model: ModelSpec, frequencies: NDArray[np.float32], factor: float) -> ModelSpec:
-    """Return the model with a factor of scores. It concerns rotated elements alone: where a part of each head rotates,
-    or only heads of some layers, it is a factor of these."""
-    unrotated = any(kind.mixer == "attention" and not kind.rotary for kind in model.layer_kinds)
-    if unrotated or (frequencies == 0).any():
-        return replace(model, rotary_scale=math.sqrt(factor))
-    return replace(model, attention_scale=model.attention_scale * factor)
 
 
 def _architecture(config: Record) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from neuronpipe.plans.models.attention_sizes import AttentionSizes
 from neuronpipe.plans.models.configuration import FULL, SLIDING
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
@@ -87,6 +89,15 @@ def latent_scale(config: Record) -> float:
         return 1.0
     logarithm = math.log(max(1.0, scaling.number("factor", 1e-3, 1e6)))
     return (0.1 * scaling.number("mscale_all_dim", 0.0, 1e2) * logarithm + 1) ** 2
+
+
+def with_score_factor(model: ModelSpec, frequencies: NDArray[np.float32], factor: float) -> ModelSpec:
+    """Return the model with the factor of scores that its positions imply. It concerns rotated elements alone: where a
+    part of each head rotates, or only heads of some layers, it is a factor of these."""
+    unrotated = any(kind.mixer == "attention" and not kind.rotary for kind in model.layer_kinds)
+    if unrotated or (frequencies == 0).any():
+        return replace(model, rotary_scale=math.sqrt(factor))
+    return replace(model, attention_scale=model.attention_scale * factor)
 
 
 def layer_positions(config: Record, local_theta: float) -> tuple[Record, Record]:

@@ -229,6 +229,7 @@ class GgufArchitecture:
     norm: norm of the layers; weights of LayerNorm have no offset, unlike those of checkpoints (`norm_offset`)
     norm_weight, norm_bias: the fields of TensorNames
     gated: the feed-forward has Gate beside Up and Down
+    joint_gate_up: a layer's gate and up are one tensor, that of up
     parallel: when attention and feed-forward are computed from the same input, after one norm or one norm each: if the
         file has no norm of the feed-forward (one norm), or unless `use_parallel_residual` denies it (stated)
     partial_rotary: `rope.dimension_count` may be less than the width of a head
@@ -271,6 +272,7 @@ class GgufArchitecture:
     norm_weight: bool = True
     norm_bias: bool = True
     gated: bool = True
+    joint_gate_up: bool = False
     parallel: Literal["never", "always", "one norm", "stated"] = "never"
     partial_rotary: bool = False
     activation_limit: float = 0.0

@@ -4,6 +4,8 @@ Dense ones have queries, keys and values in one tensor, and gate and up in anoth
 attention and of the logits, and the router "sparsemixer". Rotary positions "longrope" have one table up to the original
 length and another beyond it: a package has the first one, and that length, unless a longer context is requested.
 
+GGUF files of dense ones state the window, where llama.cpp computes all positions; old files state none, and have none.
+
 GGUF files of the mixture have all tensors, but neither the jitter of the router, here as published, nor the factors of
 queries and keys, `short_mscale` and `long_mscale`: llama.cpp's converter writes one that follows from the lengths. In
 Phi-3.5-MoE it is 1.190 instead of 1.243. llama.cpp computes RMS norms and a softmax of the two best experts; a package
@@ -116,6 +118,7 @@ FAMILY = Family(
         "PhiMoEForCausalLM": PHIMOE,  # as published, with code of its own
     },
     gguf={
+        "phi3": GgufArchitecture(interleaved=False, partial_rotary=True, joint_gate_up=True),
         "phimoe": GgufArchitecture(interleaved=False, norm="layer", router="sparsemixer", router_jitter=JITTER),
     },
 )

@@ -34,6 +34,8 @@ NAMES = {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate_proj": "ffn_gate",
+    "mlp.gate_up_proj": "ffn_up",
+    "self_attn.qkv_proj": "attn_qkv",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
@@ -118,6 +120,7 @@ ARCHITECTURES = {
     "Starcoder2ForCausalLM": "starcoder2",
     "Ministral3ForCausalLM": "mistral3",
     "PhimoeForCausalLM": "phimoe",
+    "Phi3ForCausalLM": "phi3",
 }
 INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe", "bailingmoe", "olmo", "mistral3")
 LAYER_NORM = ("falcon", "nemotron", "stablelm", "command-r", "cohere2", "gptneox", "starcoder2", "olmo")

@@ -46,6 +46,7 @@ from tests.conformance.gguf_files import (
     stacked_experts,
     write_gguf,
 )
+from tests.conformance.random_tensors import Array
 from tests.conformance.test_golden_logits import GOLDEN
 
 WIDE = Recipe("wide", "LlamaForCausalLM", "silu", 256, 512, 1, 4, 2, 64, vocabulary=300)
@@ -488,15 +489,19 @@ PHIMOE = RECIPES["phimoe"]
 def write_phimoe(path: Path, **changes: Any) -> Path:
     """Write the recipe, with the tables of divisors and the keys of llama.cpp's converter. changes: by keys without
     `phimoe.`; None leaves one out."""
-    rope = PHIMOE.config["rope_scaling"]
+    factor = PHIMOE.config["rope_scaling"]["short_mscale"]
     keys = {
         "expert_count": 6, "expert_used_count": 2, "attention.sliding_window": 0,
-        "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": rope["short_mscale"],
+        "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": factor,
     } | changes  # fmt: skip
     metadata = {f"phimoe.{key}": value for key, value in keys.items() if value is not None}
-    tables = {kind: np.array(rope[f"{kind}_factor"], dtype=np.float32) for kind in ("short", "long")}
-    extra = {f"rope_factors_{kind}.weight": table for kind, table in tables.items()}
-    return write_gguf(path, PHIMOE, "F32", metadata=metadata, extra=extra)
+    return write_gguf(path, PHIMOE, "F32", metadata=metadata, extra=longrope_divisors(PHIMOE))
+
+
+def longrope_divisors(recipe: Recipe) -> dict[str, Array]:
+    """Return the tensors that llama.cpp's converter makes of the factors of "longrope"."""
+    rope = recipe.config["rope_scaling"]
+    return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32) for kind in ("short", "long")}
 
 
 def test_phimoe_is_the_same_package(tmp_path: Path, converted: Callable[[str, str], Package]) -> None:
@@ -527,6 +532,30 @@ def test_phimoe_is_the_same_package(tmp_path: Path, converted: Callable[[str, st
 def test_what_a_file_of_phimoe_must_say(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"m\.gguf: phimoe\.{why}"):
         convert(write_phimoe(tmp_path / "m.gguf", **changes), tmp_path / "p")
+
+
+@pytest.mark.parametrize("context_tokens", [None, 96])
+def test_phi3_is_the_same_package(
+    context_tokens: int | None, tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    """Queries, keys and values are one tensor, gate and up another. The factor of positions concerns the part of a head
+    that rotates, and its divisors depend on the context."""
+    recipe, expected = RECIPES["phi3"], converted("phi3", "q8")
+    if context_tokens is not None:
+        write_checkpoint(tmp_path / "checkpoint", recipe)
+        expected = convert(tmp_path / "checkpoint", tmp_path / "e", quantization="q8", context_tokens=context_tokens)
+    factor = expected.manifest.model.rotary_scale
+    assert factor > 1
+    metadata = {
+        "phi3.attention.sliding_window": 9,
+        "phi3.rope.scaling.original_context_length": 64,
+        "phi3.rope.scaling.attn_factor": factor,
+    }
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata, extra=longrope_divisors(recipe))
+    package = convert(source, tmp_path / "p", quantization="q8", context_tokens=context_tokens)
+    assert same_weights(package, expected)
+    ours, theirs = asdict(package.manifest.model), asdict(expected.manifest.model)
+    assert ours == {name: pytest.approx(value) if isinstance(value, float) else value for name, value in theirs.items()}
 
 
 SMALLTHINKER = {

@@ -18,7 +18,7 @@ from neuronpipe.plans.convert.gguf.gguf_mixture import GgufMixture, gguf_mixture
 from neuronpipe.plans.convert.gguf.gguf_names import is_parallel, tensor_names
 from neuronpipe.plans.convert.gguf.gguf_parts import OpenPart, open_parts
 from neuronpipe.plans.convert.gguf.gguf_recurrent import GgufLayers, all_blocks, blocks, gguf_layers
-from neuronpipe.plans.convert.gguf.gguf_rope import context_tokens, frequencies, rotated_width, score_factor
+from neuronpipe.plans.convert.gguf.gguf_rope import context_tokens, frequencies, rotated_width, with_positions_factor
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import gguf_ends, package_tokenizer
 from neuronpipe.plans.convert.gguf.implied_fields import local_frequencies, with_implied_fields
 from neuronpipe.plans.convert.gguf.powerinfer import (
@@ -102,7 +102,10 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             _orders(metadata, name, model, architecture),
             down_by_neuron=down_by_neuron,
         )
-        table = frequencies(metadata, name, architecture, model, inventory) if model.positions == "rotary" else None
+        table = None
+        if model.positions == "rotary":
+            table = frequencies(metadata, name, architecture, model, inventory)
+            model = with_positions_factor(metadata, name, architecture, model, table)
         threshold = powerinfer_threshold(metadata) if header.powerinfer else 0.0
         predictors = take_predictors(inventory, model, names, enabled=options.predictor, threshold=threshold)
         left_out = range(blocks(metadata, name), all_blocks(metadata, name))
@@ -278,10 +281,9 @@ def _layer_kinds(
 
 
 def _scales(metadata: Record, name: str, architecture: GgufArchitecture, head_width: int) -> dict[str, Any]:
-    """Return the factors of ModelSpec: that of rotary positions, and those of the file if the architecture has some."""
-    scales = {"attention_scale": score_factor(metadata, name, architecture)}
+    """Return the factors of ModelSpec that the file states, if the architecture has some."""
     if not architecture.has_scales:
-        return scales
+        return {}
 
     def factor(key: str, default: float) -> float:
         field = f"{name}.{key}"
@@ -289,7 +291,7 @@ def _scales(metadata: Record, name: str, architecture: GgufArchitecture, head_wi
 
     scores = factor("attention.scale", head_width**-0.5)
     return {
-        "attention_scale": scales["attention_scale"] * scores * math.sqrt(head_width),
+        "attention_scale": scores * math.sqrt(head_width),
         "embedding_scale": factor("embedding_scale", 1.0),
         "residual_scale": factor("residual_scale", 1.0),
         "logit_scale": 1 / factor("logit_scale", 1.0),

@@ -68,6 +68,8 @@ def tensor_names(
     names = replace(names, ffn_norm=architecture.ffn_norm, norm_weight=has_weights, norm_bias=has_biases)
     if any(inventory.has(f"blk.{layer}.{JOINT_GATE_UP}.weight") for layer in range(model.layers)):
         names = replace(names, gate_up=JOINT_GATE_UP)
+    elif architecture.joint_gate_up:
+        names = replace(names, gate_up=names.up)
     if model.latent_width:
         block = 0 if layers is None else layers.attention_block
         names = latent_names(names, inventory, query_rank=model.query_rank, block=block)

@@ -7,12 +7,19 @@ ends there.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from neuronpipe.plans.convert.gguf.gguf_header import uniform_integer
 from neuronpipe.plans.convert.gguf.gguf_latents import latent_scaling
-from neuronpipe.plans.convert.rope import MAX_THETA, attention_scale, latent_scale, scaled_frequencies
+from neuronpipe.plans.convert.rope import (
+    MAX_THETA,
+    attention_scale,
+    latent_scale,
+    scaled_frequencies,
+    with_score_factor,
+)
 from neuronpipe.plans.convert.stored_tensors import Inventory
 from neuronpipe.plans.models.family import GgufArchitecture
 from neuronpipe.plans.models.spec import MAX, ModelSpec
@@ -46,15 +53,20 @@ def context_tokens(metadata: Record, name: str, inventory: Inventory, requested:
     return requested or max_tokens
 
 
-def score_factor(metadata: Record, name: str, rules: GgufArchitecture) -> float:
-    """Return the factor of attention scores that rotary positions imply."""
+def with_positions_factor(
+    metadata: Record, name: str, rules: GgufArchitecture, model: ModelSpec, table: NDArray[np.float32]
+) -> ModelSpec:
+    """Return the model with the factor of attention scores that rotary positions imply.
+
+    table: the inverse frequencies
+    """
     keys, field = rope_keys(metadata, name, rules), f"{name}.rope.scaling.attn_factor"
     factor = metadata.number(field, 1e-3, 1e3) if metadata.has(field) else 1.0  # of queries and of keys; 1 with YaRN
     if not rules.latents:
-        return attention_scale(keys) * factor**2
+        return with_score_factor(model, table, attention_scale(keys) * factor**2)
     if factor != 1:
         metadata.fail(field, "is not 1: not supported")
-    return latent_scale(keys)
+    return replace(model, attention_scale=model.attention_scale * latent_scale(keys))
 
 
 def _original_tokens(metadata: Record, name: str) -> int:
@@ -137,6 +149,4 @@ def rotated_width(metadata: Record, architecture: str, model: ModelSpec) -> int:
     rotated = uniform_integer(metadata, field, 2, head_width) if metadata.has(field) else head_width
     if rotated % 2:
         metadata.fail(field, f"{rotated} is odd; rotation needs pairs")
-    if rotated < head_width and model.attention_scale != 1:
-        metadata.fail(field, "yarn's factor on scores is not supported where a part of a head rotates")
     return rotated

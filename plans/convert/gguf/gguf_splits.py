@@ -74,6 +74,7 @@ SPLITS = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS)),
     "gpt-2": Split((_GPT2,)),
     "llama-bpe": Split((_words(r"\p{N}{1,3}"),), whole_words=True, starts=True),
+    "dbrx": Split((_words(r"\p{N}{1,3}"),)),
     "qwen2": Split((_words(r"\p{N}"),), composed=True),
     "stablelm2": Split((_words(r"\p{N}"),), composed=True),
     "bailingmoe": Split((_BAILING,)),
