@@ -666,6 +666,8 @@ typedef struct {
     float rotary_scale;             /* a factor of the rotated elements of queries and keys */
     float attention_scale;          /* a factor of attention scores, besides 1 / sqrt(head_width) */
     float local_attention_scale;    /* the same of layers with local positions */
+    float query_growth;             /* a rotated query at position p is multiplied by 1 + query_growth * ln(1 + p / query_growth_tokens), rounded down; 0: it is not */
+    uint32_t query_growth_tokens;   /* not 0 with query_growth */
     float score_cap, logit_cap;     /* attention scores and logits are soft-capped at this; 0: they are not */
     float residual_scale;           /* a factor of what attention and feed-forward add to the residual stream */
     int32_t parallel;               /* 1: feed-forward and attention read the same input; 0: the feed-forward reads attention's result */

@@ -11,6 +11,7 @@
  */
 #include "engine/attention.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "engine/changes.h"
@@ -40,6 +41,14 @@ static void rotate(const np_engine *engine, const np_layer *l, int32_t position,
             head[j] *= s->rotary_scale;
             head[j + half] *= s->rotary_scale;
         }
+}
+
+void np_grow_query(const np_engine *engine, uint32_t t, size_t width, float *query)
+{
+    const np_shape *s = &engine->shape;
+    const uint32_t times = s->query_growth > 0.0f ? (uint32_t)engine->position[t] / s->query_growth_tokens : 0;
+    if (times)
+        np_scale(query, width, (float)(1.0 + s->query_growth * log(1.0 + times)));
 }
 
 /* Clip a normed head, if the model does. NaN stays NaN. */
@@ -82,6 +91,7 @@ static void norm_jointly(np_engine *engine, uint32_t layer)
         np_rms_norm(key, l->key_norm, l->key_heads * width, s->norm_epsilon, key);
         for (uint32_t head = 0; head < s->query_heads; head++)
             norm_and_rotate(engine, l, NULL, engine->position[t], query + head * width);
+        np_grow_query(engine, t, s->query_heads * width, query);
         for (uint32_t head = 0; head < l->key_heads; head++) {
             norm_and_rotate(engine, l, NULL, engine->position[t], key + head * width);
             np_f32_to_f16(key + head * width, width,
@@ -117,8 +127,10 @@ static void store_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_
     } else if (head < s->query_heads) {
         float *query = queries + head * width;
         memcpy(query, values, width * sizeof *values);
-        if (!s->joint_norm)
+        if (!s->joint_norm) {
             norm_and_rotate(engine, l, l->query_norm, engine->position[t], query);
+            np_grow_query(engine, t, width, query);
+        }
     } else if (head < s->query_heads + l->key_heads && s->joint_norm) {
         memcpy(raw_key(engine, t) + (head - s->query_heads) * width, values, width * sizeof *values);
     } else if (head < s->query_heads + l->key_heads) {

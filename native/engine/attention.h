@@ -8,6 +8,9 @@ uint32_t np_attended_tokens(const np_engine *engine);
 /* Number of tokens from `first` up to `end` that follow each other in one sequence. */
 uint32_t np_following_tokens(const np_engine *engine, uint32_t first, uint32_t end);
 
+/* Multiply a rotated query of token t by the factor of its position, if the model has one. */
+void np_grow_query(const np_engine *engine, uint32_t t, size_t width, float *query);
+
 /* Compute queries, keys, values and attention, without changing the residual stream; then add attention's output. */
 int np_attention(np_engine *engine, uint32_t layer);
 int np_project(np_engine *engine, uint32_t layer);

@@ -76,6 +76,7 @@ static const char *invalid_size(const np_shape *s)
                 {"activation", s->activation == NP_RELU || s->activation == NP_RELU2 || s->activation == NP_GELU || s->activation == NP_GELU_ERF ||
                                    (s->gated && (s->activation == NP_DRELU || np_is_smooth(s)))},
                 {"activation_limit", (s->activation == NP_CLAMPED_SWIGLU) == (s->activation_limit > 0.0f)},
+                {"query_growth_tokens", (s->query_growth > 0.0f) == (s->query_growth_tokens > 0)},
                 {"activation_threshold", s->activation == NP_RELU || s->activation_threshold == 0.0f},
                 {"predictor_reads", s->predictor_reads == NP_READS_FEED_FORWARD || s->predictor_reads == NP_READS_RESIDUAL ||
                                         (s->predictor_reads == NP_READS_ATTENTION && s->experts == 1)},

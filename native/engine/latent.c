@@ -155,6 +155,8 @@ static void compute_queries(np_engine *engine, uint32_t layer)
                 rotate(engine, t, rotated);
         }
         add_keys(engine, &l->key_up, head, queries);
+        for (uint32_t t = 0; t < engine->count; t++)
+            np_grow_query(engine, t, np_cached_width(s), queries + t * np_heads_width(s));
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_QKV, layer, 0, engine->step, started);
 }

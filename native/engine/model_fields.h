@@ -12,7 +12,7 @@ typedef struct {
     double minimum, maximum;
 } np_field;
 
-#define NP_FIELD_NAMES 0x09bc5317u /* a checksum of all names */
+#define NP_FIELD_NAMES 0x267b4085u /* a checksum of all names */
 
 static const np_field NP_SHAPE_FIELDS[] = {
     {"width", offsetof(np_shape, width), NP_FIELD_UINT32, 1, 1048576},
@@ -68,6 +68,8 @@ static const np_field NP_SHAPE_FIELDS[] = {
     {"rotary_scale", offsetof(np_shape, rotary_scale), NP_FIELD_FLOAT, 1e-06, 1000000.0},
     {"attention_scale", offsetof(np_shape, attention_scale), NP_FIELD_FLOAT, 1e-06, 1000000.0},
     {"local_attention_scale", offsetof(np_shape, local_attention_scale), NP_FIELD_FLOAT, 1e-06, 1000000.0},
+    {"query_growth", offsetof(np_shape, query_growth), NP_FIELD_FLOAT, 0.0, 1000000.0},
+    {"query_growth_tokens", offsetof(np_shape, query_growth_tokens), NP_FIELD_UINT32, 0, 16777216},
     {"score_cap", offsetof(np_shape, score_cap), NP_FIELD_FLOAT, 0.0, 1000000.0},
     {"logit_cap", offsetof(np_shape, logit_cap), NP_FIELD_FLOAT, 0.0, 1000000.0},
     {"residual_scale", offsetof(np_shape, residual_scale), NP_FIELD_FLOAT, 1e-06, 1000000.0},

@@ -1,12 +1,12 @@
 """Mistral Small 3.1 and 3.2, and Ministral 3: models like Mistral, most of them beside a vision tower.
 
-Ministral 3 multiplies queries by a factor that grows with the position from the end of YaRN's original context on. That
-factor is not supported, so the context ends there.
+Ministral 3 multiplies queries by a factor that grows with the position from the end of YaRN's original context on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import (
     GATED_HARMLESS,
@@ -19,7 +19,7 @@ from neuronpipe.plans.models.configuration import (
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.gemma import OTHER_TOWERS
 from neuronpipe.plans.models.llama import MISTRAL_DEFAULTS
-from neuronpipe.plans.models.spec import MAX, ModelSpec
+from neuronpipe.plans.models.spec import MAX, MAX_THRESHOLD, ModelSpec
 from neuronpipe.plans.strict_json import Record
 
 NAME = "mistral3"
@@ -63,28 +63,26 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
     if not config.has("tie_word_embeddings"):
         is_tied = not any(map(has, ("lm_head.weight", "language_model.lm_head.weight")))
         config = config.replaced({"tie_word_embeddings": is_tied})
-    return gated_model(
+    model = gated_model(
         config,
-        _within_original(config, choices),
+        choices,
         family=NAME,
         activation=gated_activation(config, has, choices.activation),
         windows=sliding_windows(config, reads_layer_types=False),
         qkv_bias=False,
     )
+    return _with_query_growth(config, model)
 
 
-def _within_original(config: Record, choices: Choices) -> Choices:
-    """Return the choices with a context in which no position has a factor of queries."""
+def _with_query_growth(config: Record, model: ModelSpec) -> ModelSpec:
+    """Return the model with the factor of queries by position, if the configuration states one."""
     factor = "llama_4_scaling_beta"
     scalings = [config.record(field) for field in ("rope_parameters", "rope_scaling") if config.has(field)]
     scaling = next((one for one in scalings if one.has(factor)), None)
-    if scaling is None or not scaling.number(factor, 0.0, 1e3):
-        return choices
-    original = scaling.integer(ORIGINAL, 1, MAX.context_tokens)
-    if choices.context_tokens is not None and choices.context_tokens > original:
-        scaling.fail(factor, f"a context above {ORIGINAL}, {original}, needs factors of queries: not supported")
-    longest = config.integer("max_position_embeddings", 1, MAX.context_tokens)
-    return choices._replace(context_tokens=choices.context_tokens or min(original, longest))
+    if scaling is None or not (growth := scaling.number(factor, 0.0, MAX_THRESHOLD)):
+        return model
+    tokens = scaling.integer(ORIGINAL, 1, MAX.context_tokens)
+    return replace(model, query_growth=growth, query_growth_tokens=tokens)
 
 
 FAMILY = Family(

@@ -194,6 +194,9 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     residual_scale: factor of what attention and feed-forward add to the residual stream
     attention_scale: factor of attention scores besides 1 / sqrt(head_width): YaRN's factor for long contexts, squared
     local_attention_scale: the same in layers with local positions
+    query_growth: factor of queries by position, after their rotation: 1 + query_growth * ln(1 + n) behind n times
+        query_growth_tokens positions; 0: there is none
+    query_growth_tokens: 0 without query_growth
     routed_scale: factor of the shares of chosen experts
     rotary_scale: factor of the rotated elements of queries and keys
     router_jitter: the field of `router`; 0 unless that is sparsemixer
@@ -265,6 +268,8 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     logit_scale: Scale = 1.0
     attention_scale: Scale = 1.0
     local_attention_scale: Scale = 1.0
+    query_growth: Threshold = 0.0
+    query_growth_tokens: Annotated[int, Range(0, MAX.context_tokens)] = 0
     routed_scale: Scale = 1.0
     rotary_scale: Scale = 1.0
     router_jitter: Annotated[float, Range(0.0, 0.5)] = 0.0
@@ -296,6 +301,8 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
         one_table = self.positions != "rotary" or self.latent_width > 0
         self._require("layer_kinds", not (local and one_table), "local positions are rotary, and without latents")
         self._require("local_attention_scale", local or self.local_attention_scale == 1, "no layer is local")
+        both = (self.query_growth > 0) == (self.query_growth_tokens > 0)
+        self._require("query_growth", both, f"{self.query_growth} behind {self.query_growth_tokens} tokens")
         limited = self.activation == "clamped_swiglu"
         within = self.activation_limit > 0 if limited else self.activation_limit == 0
         self._require("activation_limit", within, f"{self.activation_limit} does not go with {self.activation}")

@@ -44,6 +44,14 @@ def rotated(heads: Array, frequency: Array, scale: float = 1.0) -> Array:
     return scaled
 
 
+def query_factors(model: ModelSpec, tokens: int) -> Array:
+    """Return the factors of rotated queries at the first positions [tokens, 1, 1], by the fields `query_growth` and
+    `query_growth_tokens` of ModelSpec."""
+    times = np.arange(tokens) // (model.query_growth_tokens or tokens)
+    factors: Array = (1 + model.query_growth * np.log1p(times)).astype(np.float32)[:, None, None]
+    return factors
+
+
 def capped(x: Array, cap: float) -> Array:
     """Return cap * tanh(x / cap); x itself if the cap is 0."""
     return np.asarray(np.float32(cap) * np.tanh(x / np.float32(cap)), dtype=np.float32) if cap else x
@@ -118,7 +126,7 @@ class LatentAttention:
         for queries, keys, values, end_of_keys in zip(*parts, strict=True):
             unrotated, end_of_queries = np.split(queries, [model.unrotated_width], axis=2)
             all_queries = np.concatenate((unrotated, self._rotated(end_of_queries)), axis=2)
-            all_queries = all_queries * np.float32(model.attention_scale)
+            all_queries = all_queries * np.float32(model.attention_scale) * query_factors(model, len(queries))
             shared = np.repeat(self._rotated(end_of_keys), model.query_heads, axis=1)
             all_keys = np.concatenate((keys, shared), axis=2)
             heads = attend(all_queries, all_keys, values, self._window_tokens, score_cap=model.score_cap)

@@ -11,7 +11,16 @@ from neuronpipe.plans.convert.checkpoint import ffn_name
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import PredictorInput
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.reference.attention import LatentAttention, attend, capped, clipped, layer_norm, rms_norm, rotated
+from neuronpipe.plans.reference.attention import (
+    LatentAttention,
+    attend,
+    capped,
+    clipped,
+    layer_norm,
+    query_factors,
+    rms_norm,
+    rotated,
+)
 from neuronpipe.plans.reference.expert_shares import expert_shares
 from neuronpipe.plans.reference.recurrent import RecurrentLayer, sigmoid
 from neuronpipe.plans.reference.weights import Array, PackageWeights, Weights
@@ -251,6 +260,7 @@ class ReferenceEngine:
             values = clipped(values, model.qkv_limit)
             scale = model.local_attention_scale if model.local_layers[layer] else model.attention_scale
             queries = self._placed(layer, "query_norm", queries) * np.float32(scale)
+            queries = queries * query_factors(model, len(queries))
             keys = self._placed(layer, "key_norm", keys)
             mixed.append(attend(queries, keys, values, model.windows_tokens[layer], sinks, model.score_cap))
             self._attended(layer, int(end))

@@ -564,6 +564,17 @@ RECIPES = {
                 },
             },
         ),
+        Recipe(
+            "ministral3 long", "Ministral3ForCausalLM", "silu", 160, 270, 3, 5, 1, 32, dtype="BF16",
+            config={
+                "max_position_embeddings": 1024, "sliding_window": None,
+                "rope_parameters": {
+                    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 8.0,
+                    "original_max_position_embeddings": 8, "max_position_embeddings": 1024, "beta_fast": 2.0,
+                    "beta_slow": 0.25, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+                },
+            },
+        ),
         Recipe("olmo unclipped", "OlmoForCausalLM", "silu", 96, 150, 2, 3, 3, 32, tied=True),
         Recipe(
             "olmoe clipped", "OlmoeForCausalLM", "silu", 96, 60, 2, 3, 3, 32, experts=6,

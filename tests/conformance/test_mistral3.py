@@ -1,5 +1,5 @@
-"""Mistral Small 3.1 and Ministral 3: beside a vision tower, within the context that needs no factor of queries, and in
-GGUF files."""
+"""Mistral Small 3.1 and Ministral 3: beside a vision tower, with queries that grow with the position, and in GGUF
+files."""
 
 from __future__ import annotations
 
@@ -67,17 +67,25 @@ def test_the_language_model_beside_a_vision_tower_is_read_alone(
     assert np.abs(ReferenceEngine(package).run(tokens(RECIPE)).logits - GOLDEN["ministral3"]).max() < 1e-3
 
 
-def test_its_context_ends_where_queries_would_get_a_factor(tmp_path: Path) -> None:
+def test_its_queries_grow_behind_the_original_context(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", RECIPE)
-    assert convert(source, tmp_path / "package", quantization="f16").manifest.model.context_tokens == 128
-    with pytest.raises(UserError, match=r"llama_4_scaling_beta: a context above .*, 128, needs factors of queries"):
-        convert(source, tmp_path / "longer", quantization="f16", context_tokens=256)
+    model = convert(source, tmp_path / "package", quantization="f16").manifest.model
+    assert (model.context_tokens, model.query_growth, model.query_growth_tokens) == (1024, 0.1, 128)
     theta = {"rope_theta": 1_000_000.0}
     configure(source, rope_parameters=None, rope_scaling=RECIPE.config["rope_parameters"], **theta)  # an older spelling
-    assert convert(source, tmp_path / "older", quantization="f16").manifest.model.context_tokens == 128
+    assert convert(source, tmp_path / "older", quantization="f16").manifest.model == model
     scaling = {**RECIPE.config["rope_parameters"], "llama_4_scaling_beta": 0.0}
     configure(source, rope_parameters=scaling, rope_scaling=None)
-    assert convert(source, tmp_path / "whole", quantization="f16").manifest.model.context_tokens == 1024
+    plain = convert(source, tmp_path / "plain", quantization="f16").manifest.model
+    assert plain == replace(model, query_growth=0.0, query_growth_tokens=0)
+
+
+def test_logits_behind_the_original_context_need_the_factor(converted: Callable[[str, str], Package]) -> None:
+    engine, golden = ReferenceEngine(converted("ministral3 long", "f16")), GOLDEN["ministral3 long"]
+    engine._model = replace(engine._model, query_growth=0.0, query_growth_tokens=0)
+    wrong = np.abs(engine.run(tokens(RECIPES["ministral3 long"])).logits - golden)
+    assert wrong[:8].max() < 1e-3
+    assert wrong[8:].max() > 0.05 * golden.std()
 
 
 def test_logits_without_yarn_are_others(tmp_path: Path) -> None:
@@ -93,35 +101,32 @@ def test_a_gguf_file_is_the_same_package(tmp_path: Path, converted: Callable[[st
         converted("ministral3", "f16"),
     )
     assert same_weights(package, expected)
-    told = replace(expected.manifest.model, norm_epsilon=float(np.float32(1e-5)))
+    epsilon, growth = (float(np.float32(value)) for value in (1e-5, 0.1))
+    told = replace(expected.manifest.model, norm_epsilon=epsilon, query_growth=growth)
     assert package.manifest.model == told
-    assert package.manifest.model.context_tokens == 128
     assert np.abs(ReferenceEngine(package).run(tokens(RECIPE)).logits - GOLDEN["ministral3"]).max() < 1e-3
 
 
 @pytest.mark.parametrize(
-    ("changes", "context_tokens", "attention_scale"),
+    ("changes", "query_growth_tokens", "attention_scale"),
     [
-        ({"attention.temperature_scale": 0.0}, 1024, 1.0),
+        ({"attention.temperature_scale": 0.0}, 0, 1.0),
         ({"attention.temperature_length": 64}, 64, 1.0),
-        ({"attention.temperature_length": 256}, 128, 1.0),  # llama.cpp reads the original context, here
         ({"rope.scaling.yarn_log_multiplier": 0.0}, 128, (0.1 * np.log(8) + 1) ** 2),
         ({"rope.scaling.yarn_log_multiplier": 0.5}, 128, ((0.1 * np.log(8) + 1) / (0.05 * np.log(8) + 1)) ** 2),
         ({"rope.scaling.yarn_log_multiplier": None}, 128, (0.1 * np.log(8) + 1) ** 2),
     ],
 )
-def test_a_gguf_file_says_the_context_and_yarns_factor(
-    changes: dict[str, Any], context_tokens: int, attention_scale: float, tmp_path: Path
+def test_a_gguf_file_says_the_growth_of_queries_and_yarns_factor(
+    changes: dict[str, Any], query_growth_tokens: int, attention_scale: float, tmp_path: Path
 ) -> None:
     model = convert(write_ministral(tmp_path / "m.gguf", **changes), tmp_path / "p").manifest.model
-    assert model.context_tokens == context_tokens
+    assert model.query_growth_tokens == query_growth_tokens
     assert model.attention_scale == pytest.approx(attention_scale)
 
 
 def test_a_gguf_file_that_cannot_be_read_is_refused_by_its_key(tmp_path: Path) -> None:
-    source = write_ministral(tmp_path / "m.gguf")
-    with pytest.raises(UserError, match=r"m\.gguf: mistral3\.attention\.temperature_scale: a context above 128 tokens"):
-        convert(source, tmp_path / "p", context_tokens=256)
+    source = tmp_path / "m.gguf"
     write_gguf(source, replace(RECIPE, config={}), "BF16", metadata=GGUF_KEYS)  # without YaRN
     with pytest.raises(UserError, match=r"m\.gguf: mistral3\.rope\.scaling\.original_context_length: missing"):
         convert(source, tmp_path / "p")

@@ -18,7 +18,13 @@ from neuronpipe.plans.convert.gguf.gguf_mixture import GgufMixture, gguf_mixture
 from neuronpipe.plans.convert.gguf.gguf_names import is_parallel, tensor_names
 from neuronpipe.plans.convert.gguf.gguf_parts import OpenPart, open_parts
 from neuronpipe.plans.convert.gguf.gguf_recurrent import GgufLayers, all_blocks, blocks, gguf_layers
-from neuronpipe.plans.convert.gguf.gguf_rope import context_tokens, frequencies, rotated_width, with_positions_factor
+from neuronpipe.plans.convert.gguf.gguf_rope import (
+    context_tokens,
+    frequencies,
+    query_growth,
+    rotated_width,
+    with_positions_factor,
+)
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import gguf_ends, package_tokenizer
 from neuronpipe.plans.convert.gguf.implied_fields import local_frequencies, with_implied_fields
 from neuronpipe.plans.convert.gguf.powerinfer import (
@@ -245,6 +251,7 @@ def _model(
             tied_embeddings=not inventory.has("output.weight"),
             parallel=is_parallel(metadata, name, architecture, inventory),
             **_scales(metadata, name, architecture, head_width),
+            **query_growth(metadata, name),
         )
     except SpecError as error:
         metadata.fail(error.field, error.complaint)

@@ -1,8 +1,7 @@
 """Rotary positions in a GGUF file: keys of scaling, tensors of divisors, and the context within which both hold.
 
 Files of Phi have divisors for contexts up to the original length and others beyond it. `attention.temperature_scale`
-makes queries grow with the position from the original length on. Such factors are not supported, so that the context
-ends there.
+makes queries grow with the position, from the original length on unless `attention.temperature_length` says another.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from neuronpipe.plans.convert.rope import (
 )
 from neuronpipe.plans.convert.stored_tensors import Inventory
 from neuronpipe.plans.models.family import GgufArchitecture
-from neuronpipe.plans.models.spec import MAX, ModelSpec
+from neuronpipe.plans.models.spec import MAX, MAX_THRESHOLD, ModelSpec
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
@@ -43,14 +42,17 @@ def context_tokens(metadata: Record, name: str, inventory: Inventory, requested:
         metadata.fail(field, f"is {max_tokens}, so {requested} tokens are impossible")
     if requested is None and inventory.has(SHORT):
         max_tokens = min(max_tokens, _original_tokens(metadata, name))
-    scale, length = (f"{name}.attention.temperature_{key}" for key in ("scale", "length"))
-    if metadata.has(scale) and metadata.number(scale, 0.0, 1e3):
-        stated = [metadata.integer(length, 1, MAX.context_tokens)] if metadata.has(length) else []
-        first = min([_original_tokens(metadata, name), *stated])
-        if requested is not None and requested > first:
-            metadata.fail(scale, f"a context above {first} tokens needs factors of queries: not supported")
-        max_tokens = min(max_tokens, first)
     return requested or max_tokens
+
+
+def query_growth(metadata: Record, name: str) -> dict[str, Any]:
+    """Return the fields of ModelSpec about the factor of queries by position; none if the file has no factor."""
+    scale, length = (f"{name}.attention.temperature_{key}" for key in ("scale", "length"))
+    if not metadata.has(scale) or not (growth := metadata.number(scale, 0.0, MAX_THRESHOLD)):
+        return {}
+    stated = metadata.has(length)
+    tokens = metadata.integer(length, 1, MAX.context_tokens) if stated else _original_tokens(metadata, name)
+    return {"query_growth": growth, "query_growth_tokens": tokens}
 
 
 def with_positions_factor(
