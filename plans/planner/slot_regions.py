@@ -28,6 +28,8 @@ MAX_STOCK = 1 / 32
 # A mixture keeps a whole layer open, so that no expert waits for another, if slots store this many layers: the other
 # layers always have something to evict.
 OPEN_LAYER_FROM = 4
+# Maximum of the slots that are then freed in advance, as a share of those that are not pinned.
+MAX_OPEN_STOCK = 1 / 64
 NOTHING_PINNED = Pins(texts=1, triggers="0", values="0")
 
 
@@ -137,8 +139,8 @@ class _SlotAllocator:
             reasons.append(f"slots for what {cache_tokens} tokens use, nothing pinned, by request (llm-in-a-flash)")
         else:
             triggers, values = self._divide(budget, moving)
-        reserved_triggers = self._reserved(triggers, self._rates.trigger_read, moving)
-        reserved_values = self._reserved(values, self._rates.value_read, moving)
+        reserved_triggers = self._reserved(triggers, self._rates.trigger_read, moving // 2)
+        reserved_values = self._reserved(values, self._rates.value_read, moving // 2)
         pins: tuple[Pins, ...] = (NOTHING_PINNED,)
         free, borrowed = min(triggers, values), (0, 0)
         if cache and not cache_tokens:
@@ -165,6 +167,8 @@ class _SlotAllocator:
             reasons += pin_allocation.reasons
         if self._mixture and free >= OPEN_LAYER_FROM * self._experts * self._layout.clusters:
             window_blocks = self._experts * self._layout.blocks
+            reserved_triggers = max(reserved_triggers, self._reserved_of_layer(triggers, free))
+            reserved_values = max(reserved_values, self._reserved_of_layer(values, free))
             moving = max(moving, self._experts * self._layout.clusters + max(reserved_triggers, reserved_values))
         layer = "layer" if window_blocks > self._layout.blocks or not self._mixture else "feed-forward"
         of = self._layout.blocks * (self._experts if layer == "layer" else 1)
@@ -263,14 +267,26 @@ class _SlotAllocator:
         )
         return min(free)
 
-    def _reserved(self, slots: int, share: float, moving: int) -> int:
+    def _reserved_of_layer(self, slots: int, free: int) -> int:
+        """Return how many slots the cache frees in advance if a whole layer is open: STOCK_FACTOR times what a token
+        chooses of it, so that the misses of a layer wait for no slot and need one message. 0 if every cluster has a
+        slot.
+
+        free: slots that are not pinned
+        """
+        chosen = self._rates.chosen * self._experts * self._layout.clusters
+        return 0 if slots == self._all else min(int(STOCK_FACTOR * chosen), int(MAX_OPEN_STOCK * free))
+
+    def _reserved(self, slots: int, share: float, limit: int) -> int:
         """Return how many slots the cache frees in advance: STOCK_FACTOR times the expected misses of one token.
 
-        This is limited to MAX_STOCK of the slots, but at least MIN_STOCK, and never over half of the moving slots. 0 if
-        every cluster has a slot.
+        This is limited to MAX_STOCK of the slots, but at least MIN_STOCK, and never over the limit. 0 if every cluster
+        has a slot.
+
+        limit: half of the moving slots
         """
         if slots == self._all:
             return 0
         accesses = self._rates.chosen * touched_share(share, self._layout.cluster_neurons) * self._all
         misses = accesses * (1 - self._rates.activations_within(slots / self._all))
-        return min(moving // 2, max(MIN_STOCK, min(int(STOCK_FACTOR * misses), int(MAX_STOCK * slots))))
+        return min(limit, max(MIN_STOCK, min(int(STOCK_FACTOR * misses), int(MAX_STOCK * slots))))
