@@ -144,6 +144,7 @@ def synthesized(shape: str, path: Path, *, gguf: bool = False) -> Path:
         )
         if done.returncode:
             raise UserError((done.stderr.strip().splitlines() or [f"synth {shape} failed"])[-1])
+        os.sync()  # else the first round would read while these files are being written
     return path
 
 
