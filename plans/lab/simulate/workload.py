@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.plans.activity.replacement_policies import Ids
-from neuronpipe.plans.cost.expert_misses import EXPERT_SHARE
 from neuronpipe.plans.lab.shapes.models import SimulatedModel
 from neuronpipe.plans.lab.simulate.recording import Recording
 from neuronpipe.plans.lab.synth.activation_rates import active_shares
@@ -32,11 +31,6 @@ Mask = NDArray[np.bool_]
 MAX_SAMPLED = 49152  # neurons of all layers together
 RECALL = 0.95
 FITTED_TOKENS, BISECTIONS, MAX_BISECTED = 24, 14, 16.0
-# The token's share of a router's variance, of the rest besides an expert's own share.
-# With the former CLOCK misses as much as on recorded routes of Qwen3-30B-A3B and Gemma-4-26B-A4B, by which the cost
-# model assumes misses of experts (plans/cost/expert_misses.py): 48, 33, 12, 5 and 2 % with 10, 15, 30, 45 and 60 %
-# resident (recorded: 48, 33, 12, 4 and 2 %).
-TOKEN_SHARE = 0.7
 NOISE = Preset(a=0.0, b=0.6, rb=0.97, re=0.4, pj=0.02, keep=0.0)  # a predictor's error
 
 
@@ -100,9 +94,8 @@ class _Sequence:
     def tokens(self, count: int, random: np.random.Generator) -> Iterator[tuple[Mask, Mask]]:
         """Yield two masks over all neurons for each token: predicted neurons, and those of them that fire."""
         spec, width = self._model.spec, len(self._cuts)
-        # Of a router's variance. The rest is the state's.
-        bias, token_share = _router_biases(spec, random), _token_share(spec)
-        own_share = EXPERT_SHARE if _has_recorded_routes(spec) else 0.0
+        routing, bias = routing_of(spec), _router_biases(spec, random)
+        own_share, token_share = routing.own_share, routing.token_share
         noise = stretches(NOISE, count, width, random)
         # Routers follow the state, as in synth.
         routes = stretches(self._preset, count, spec.layers * spec.experts, random)
@@ -118,16 +111,6 @@ class _Sequence:
                 yield is_named, is_firing & is_named
 
 
-def _has_recorded_routes(spec: ModelSpec) -> bool:
-    """Return True for mixtures without hot experts, like the models whose routes were recorded. Of Mixtral's few
-    experts it is published how many repeat."""
-    return spec.experts > 1 and spec.activation != "drelu" and not routing_of(spec).hot.share
-
-
-def _token_share(spec: ModelSpec) -> float:
-    return TOKEN_SHARE if _has_recorded_routes(spec) else routing_of(spec).token_share
-
-
 def _router_biases(spec: ModelSpec, of_sequence: np.random.Generator) -> NDArray[np.float64]:
     """Return biases [layers, experts] with which experts are as frequent as in the family.
 
@@ -135,8 +118,8 @@ def _router_biases(spec: ModelSpec, of_sequence: np.random.Generator) -> NDArray
     their experts differ in frequency within a sequence only.
     """
     routing, random = routing_of(spec), np.random.default_rng(0)
-    if _has_recorded_routes(spec):
-        return math.sqrt(EXPERT_SHARE) * of_sequence.standard_normal((spec.layers, spec.experts))
+    if routing.own_share:
+        return math.sqrt(routing.own_share) * of_sequence.standard_normal((spec.layers, spec.experts))
     if not routing.hot.share:
         return np.zeros((spec.layers, spec.experts))
     biases = quantile(frequencies(spec, routing))
