@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
+from neuronpipe.plans.activity.miss_curves import CLOCK_USES
+from neuronpipe.plans.activity.replacement_policies import Clock
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.expert_misses import assumed_expert_misses
 from neuronpipe.plans.lab.shapes.models import model_of
 from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
 from neuronpipe.plans.lab.simulate.recording import Recording, record
@@ -254,6 +257,35 @@ def test_the_more_a_router_reads_of_the_tokens_code_the_less_a_choice_repeats(
         repeated.append(measure(package, "default", 200)["mean"]["repeated_1"])
     assert repeated == sorted(repeated, reverse=True)
     assert repeated[-1] == pytest.approx(4 / 32, abs=0.03)  # what chance gives
+
+
+MANY_EXPERTS = replace(four_layers(SHAPES["qwen3-moe-100m"]), experts=64, layer_kinds=(LayerKind(3),), vocabulary=1500)
+
+
+@pytest.fixture(scope="module")
+def experts_of_tokens(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The experts that each token of the preset `default` chooses, numbered over all layers."""
+    package = synthesize("many", MANY_EXPERTS, tmp_path_factory.mktemp("routes") / "package")
+    assert package.manifest.workload is not None
+    first, count = package.manifest.workload.presets["default"]
+    experts: list[list[int]] = [[] for _ in range(count)]
+
+    def observe(run: LayerRun) -> None:
+        for token in run.tokens:
+            experts[token].append(run.ffn)
+
+    ReferenceEngine(package, observe=observe).hidden([range(first, first + count)])
+    return experts
+
+
+@pytest.mark.parametrize("share", [0.15, 0.3, 0.45])
+def test_experts_miss_as_often_as_on_recorded_routes(experts_of_tokens: list[list[int]], share: float) -> None:
+    count = MANY_EXPERTS.experts * MANY_EXPERTS.layers
+    cache = Clock(np.arange(count), round(share * count), max_uses=CLOCK_USES)
+    misses = [cache.step(np.array(experts)) for experts in experts_of_tokens]
+    counted = slice(len(misses) // 3, None)
+    rate = sum(misses[counted]) / sum(map(len, experts_of_tokens[counted]))
+    assert rate == pytest.approx(assumed_expert_misses(MANY_EXPERTS, share), abs=0.05)
 
 
 def test_hot_experts_are_chosen_as_often_as_asked(routed: dict[str, dict[str, Any]]) -> None:
