@@ -346,10 +346,10 @@ enum { NP_TRIGGER = 0, NP_VALUE = 1, NP_PARTS = 2 };
  *   loading  failed   loader  after three I/O errors or two wrong checksums; bits 0-23: the epoch's
  *   failed   absent   loader  in a later epoch: the cluster can be requested again
  *   loading  absent   loader  before another attempt; or after a restart (np_loader_create)
- *   present  absent   cache   compare and set of an unreferenced entry that no window covers (np_clock_take)
+ *   present  absent   cache   compare and set of an unreferenced entry that no window covers (np_clock_take, np_least_used_take)
  *   bit 26   set      decode, prefill: by np_entry_look only; cleared by the cache, or by a worker with np_entry_forget. It
  *                     also prevents the eviction of a slot between a worker's look-up and the cache's check (proof in
- *                     residency/clock.c)
+ *                     residency/eviction.c)
  *   bit 27   set      loader, on request; cache, of a present entry (np_pins_follow)
  *   bit 27   cleared  cache, of a present entry
  *   bit 31   set      prefill, by np_entry_forget: a long chunk of a prompt used it, and needs it no more; cleared by np_entry_look
@@ -386,7 +386,14 @@ void np_entry_forget(uint32_t *word);
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t max_slots,
                      uint32_t *slots);
 
-/* Evict chosen clusters, for policies other than CLOCK: of the ids, in this order, up to max_slots whose entries are
+/* LFU with ageing: evict up to max_slots present, unpinned entries that no window covers, those with the fewest uses
+ * first; of equal ones those next from *hand on. Before that go scanned entries as in np_clock_take. Writes the freed
+ * slots and returns their number. uses: [count], 0 at first; the uses that were collected from reference bits. weight:
+ * of the last use, 1 at first. growth: factor of each use's weight to the one's before. */
+size_t np_least_used_take(uint32_t *words, size_t count, double *uses, double *weight, double growth, size_t *hand, const uint64_t *windows,
+                          size_t window_count, size_t max_slots, uint32_t *slots);
+
+/* Evict chosen clusters, for other policies: of the ids, in this order, up to max_slots whose entries are
  * present, unpinned and not covered by a window; ids from `count` on are skipped. Writes the freed slots and returns
  * their number. */
 size_t np_clusters_evict(uint32_t *words, size_t count, const uint32_t *ids, size_t id_count, const uint64_t *windows,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from neuronpipe.plans.activity.eviction_rule import HALF_LIFE_TOKENS
 from neuronpipe.plans.activity.recording import Recording
 from neuronpipe.plans.activity.replacement_policies import Clock, Ids, Lfu, Lru, Optimal, Policy
 from neuronpipe.plans.package.activity_profile import Points, ProfileMode, Unit
@@ -22,14 +23,13 @@ SAMPLED_UNITS, SAMPLED_TOKENS = 4096, 1024
 STEPS = 8  # maximal number of steps per token: several layers form a step, for speed
 SKIPPED_TOKENS = 64  # tokens that are not counted; at most a quarter of the recording
 CLOCK_USES = 7  # as in the cache service
-LFU_HALF_LIFE_TOKENS = 16
 Steps = list[list[Ids]]
 """For each token, the clusters that each of its steps accesses."""
 
 MAKERS: Mapping[PolicyName, Callable[[Ids, int, Steps], Policy]] = {
     "clock": lambda order, slots, steps: Clock(order, slots, max_uses=CLOCK_USES),
     "lru": lambda order, slots, steps: Lru(order, slots),
-    "lfu": lambda order, slots, steps: Lfu(order, slots, LFU_HALF_LIFE_TOKENS * len(steps[0])),
+    "lfu": lambda order, slots, steps: Lfu(order, slots, HALF_LIFE_TOKENS * len(steps[0])),
     "optimal": lambda order, slots, steps: Optimal(order, slots, [accessed for token in steps for accessed in token]),
 }
 

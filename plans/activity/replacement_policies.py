@@ -105,8 +105,8 @@ class Lru(Policy):
 
 
 class Lfu(Policy):
-    """Eviction of the least frequently used cluster; the weight of a use halves after half_life_steps. Only for
-    comparison, since it needs an order of all clusters."""
+    """Eviction of the least frequently used cluster; the weight of a use halves after half_life_steps. The cache's rule
+    for whole experts; a scan of all clusters takes too long where there are many."""
 
     def __init__(self, order: Ids, slots: int, half_life_steps: float) -> None:
         super().__init__(order, slots)

@@ -236,7 +236,11 @@ def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_ex
     """
     unit: Unit = "expert" if whole_experts else "bundle" if mode == "predicted" else "value"
     profile = profile_for(manifest, mode)
-    measured = profile.miss_rate(unit, resident_share) if profile is not None else None
+    measured = None
+    if profile is not None and manifest.layout.down_by_output:  # the cache's own rule; runs do not count for it
+        measured = profile.miss_rate(unit, resident_share, "lfu")
+    if profile is not None and measured is None:
+        measured = profile.miss_rate(unit, resident_share)
     if measured is not None:
         return measured
     if whole_experts:

@@ -77,8 +77,8 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
 def _with_query_growth(config: Record, model: ModelSpec) -> ModelSpec:
     """Return the model with the factor of queries by position, if the configuration states one."""
     factor = "llama_4_scaling_beta"
-    scalings = [config.record(field) for field in ("rope_parameters", "rope_scaling") if config.has(field)]
-    scaling = next((one for one in scalings if one.has(factor)), None)
+    scalings = (config.record(field) for field in ("rope_parameters", "rope_scaling") if config.has(field))
+    scaling = next((scaling for scaling in scalings if scaling.has(factor)), None)
     if scaling is None or not (growth := scaling.number(factor, 0.0, MAX_THRESHOLD)):
         return model
     tokens = scaling.integer(ORIGINAL, 1, MAX.context_tokens)

@@ -301,8 +301,8 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
         one_table = self.positions != "rotary" or self.latent_width > 0
         self._require("layer_kinds", not (local and one_table), "local positions are rotary, and without latents")
         self._require("local_attention_scale", local or self.local_attention_scale == 1, "no layer is local")
-        both = (self.query_growth > 0) == (self.query_growth_tokens > 0)
-        self._require("query_growth", both, f"{self.query_growth} behind {self.query_growth_tokens} tokens")
+        is_complete = (self.query_growth > 0) == (self.query_growth_tokens > 0)
+        self._require("query_growth", is_complete, f"{self.query_growth} behind {self.query_growth_tokens} tokens")
         limited = self.activation == "clamped_swiglu"
         within = self.activation_limit > 0 if limited else self.activation_limit == 0
         self._require("activation_limit", within, f"{self.activation_limit} does not go with {self.activation}")

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import Any, Final, Literal
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.activity.eviction_rule import EvictionRule, whole_experts_of_token
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.borrowed_memory import PartCounts
 from neuronpipe.plans.plan.document import Memory
@@ -164,7 +165,7 @@ class CacheService:
         self._windows = ffi.from_buffer("uint64_t[]", self._memory.view("residency", "windows"))
         self._slots_shown[0], self._slots_shown[1] = slots
         self._slots_shown[PIN_STATE] = self._pin_trial.state
-        self._hands = [ffi.new("size_t *"), ffi.new("size_t *")]
+        self._rules = [EvictionRule(len(entries), whole_experts_of_token(manifest)) for entries in self._entries]
         self._generation_word = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "generation"))
         self._generation = 0
         self._settled = False
@@ -375,15 +376,13 @@ class CacheService:
     def evict(self, part: int, count: int) -> array[int]:
         """Evict up to `count` clusters of a part (0 triggers, 1 values) and return the slots that this freed.
 
-        The default policy is CLOCK with usage counts (native/residency/clock.c). A subclass may override the method and
-        choose freely, since results never depend on what is resident. It must return only slots that `evict` of this
-        class or `evict_clusters` has returned, each once, and must not wait. If it returns fewer slots than are needed,
-        it is called again within milliseconds.
+        The default policy is CLOCK with usage counts, or LFU with ageing for whole experts
+        (plans/activity/eviction_rule.py). A subclass may override the method and choose freely, since results never
+        depend on what is resident. It must return only slots that `evict` of this class or `evict_clusters` has
+        returned, each once, and must not wait. If it returns fewer slots than are needed, it is called again within
+        milliseconds.
         """
-        slots: Any = ffi.new("uint32_t[]", count)
-        entries, words, hand = self._entries[part], self._pointers[part], self._hands[part]
-        evicted = lib.np_clock_take(words, len(entries), hand, self._windows, len(self._windows), count, slots)
-        return array("I", bytes(ffi.buffer(slots, 4 * evicted)))
+        return self._rules[part].take(self._pointers[part], count, self._windows, len(self._windows))
 
     def evict_clusters(self, part: int, clusters: array[int], count: int) -> array[int]:
         """Evict the first `count` of these clusters that are resident, unpinned and not being read, and return the

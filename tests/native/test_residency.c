@@ -1,5 +1,6 @@
 /* Residency entries: look-ups, CLOCK, and no slot is reused under a worker's window. */
 #include <pthread.h>
+#include <string.h>
 
 #include "require.h"
 #include "neuronpipe.h"
@@ -97,6 +98,69 @@ static void test_clock_spares_windows(void)
     REQUIRE_EQUAL(np_clock_take(words, 8, &hand, windows, 3, 8, slots), 2);
 }
 
+static size_t take_least_used(uint32_t *words, size_t count, double *uses, double *weight, const uint64_t *windows, size_t window_count,
+                              size_t max_slots, uint32_t *slots)
+{
+    static size_t hand;
+    const double growth = 1.19; /* a use counts half as much as one four uses later */
+    return np_least_used_take(words, count, uses, weight, growth, &hand, windows, window_count, max_slots, slots);
+}
+
+static void test_the_least_used_goes_first_and_uses_age(void)
+{
+    uint32_t words[] = {NP_ENTRY_PRESENT | 10, NP_ENTRY_PRESENT | 11, NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 12, NP_ENTRY_LOADING, NP_ENTRY_ABSENT}, slots[5];
+    double uses[5] = {0}, weight = 1.0;
+    for (int i = 0; i < 3; i++) {
+        np_entry_look(&words[0]);
+        REQUIRE_EQUAL(take_least_used(words, 5, uses, &weight, NULL, 0, 0, slots), 0); /* collects */
+    }
+    REQUIRE_EQUAL(words[0], NP_ENTRY_PRESENT | 10);
+    REQUIRE(uses[0] > 3.0 && uses[1] == 0.0);
+    np_entry_look(&words[1]);
+    REQUIRE_EQUAL(take_least_used(words, 5, uses, &weight, NULL, 0, 1, slots), 1); /* three uses against the last one */
+    REQUIRE(slots[0] == 11 && words[1] == NP_ENTRY_ABSENT && uses[1] > 1.0);
+    words[1] = NP_ENTRY_PRESENT | 21; /* loaded again: earlier uses count */
+    for (int i = 0; i < 6; i++) {
+        np_entry_look(&words[1]);
+        REQUIRE_EQUAL(take_least_used(words, 5, uses, &weight, NULL, 0, 0, slots), 0);
+    }
+    REQUIRE_EQUAL(take_least_used(words, 5, uses, &weight, NULL, 0, 5, slots), 2); /* pinned and loading entries stay */
+    REQUIRE(slots[0] == 10 && slots[1] == 21);
+    REQUIRE_EQUAL(take_least_used(words, 0, uses, &weight, NULL, 0, 5, slots), 0);
+}
+
+static void test_uses_stay_finite(void)
+{
+    uint32_t words[] = {NP_ENTRY_PRESENT | 10, NP_ENTRY_PRESENT | 11}, slots[2];
+    double uses[2] = {0}, weight = 1.0;
+    for (int i = 0; i < 5000; i++) {
+        np_entry_look(&words[i % 8 == 0]);
+        take_least_used(words, 2, uses, &weight, NULL, 0, 0, slots);
+        REQUIRE(uses[0] < 1e110 && weight < 1e110);
+    }
+    REQUIRE(uses[0] > uses[1] && uses[1] > 0.0);
+}
+
+static void test_the_rule_of_use_spares_windows_and_forgets_what_a_prompt_read(void)
+{
+    uint32_t words[8], slots[8];
+    double uses[8] = {0}, weight = 1.0;
+    for (uint32_t i = 0; i < 8; i++)
+        words[i] = NP_ENTRY_PRESENT | i;
+    const uint64_t windows[] = {0, (uint64_t)4 << 32 | 6};
+    np_entry_look(&words[4]); /* the window's: its use is not collected yet */
+    for (uint32_t i = 2; i < 4; i++) {
+        np_entry_look(&words[i]);
+        np_entry_forget(&words[i]);
+    }
+    uses[2] = 5.0; /* texts use it often */
+    REQUIRE_EQUAL(take_least_used(words, 8, uses, &weight, windows, 2, 1, slots), 1);
+    REQUIRE(slots[0] == 3 && uses[3] == 0.0 && uses[4] == 0.0);
+    REQUIRE_EQUAL(take_least_used(words, 8, uses, &weight, windows, 2, 8, slots), 5);
+    REQUIRE_EQUAL(slots[4], 2); /* the last one */
+    REQUIRE_EQUAL(words[4], NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | 4);
+}
+
 /* The race: readers against a thread that evicts slots and fills them at once with other clusters (cache and loader in
  * one, so that a slot evicted too early is overwritten too early). A slot contains its cluster's id in every
  * element. */
@@ -149,8 +213,12 @@ static int was_a_race(uint32_t loads)
     return np_word_load(&race_reads[0]) > 100 && np_word_load(&race_reads[1]) > 100 && loads > 1000;
 }
 
-static void test_no_slot_changes_under_a_window(void)
+static void race(int least_used)
 {
+    double uses[CLUSTERS] = {0}, weight = 1.0;
+    memset(race_words, 0, sizeof race_words);
+    memset(race_reads, 0, sizeof race_reads);
+    np_word_store(&race_over, 0);
     pthread_t readers[READERS];
     uint32_t random = 77, loads = SLOTS;
     for (uint32_t slot = 0; slot < SLOTS; slot++)
@@ -172,7 +240,8 @@ static void test_no_slot_changes_under_a_window(void)
             for (uint32_t slot = SLOTS - VACATED; slot < SLOTS; slot++)
                 race_load(slot, &random);
         }
-        const size_t taken = np_clock_take(race_words, CLUSTERS, &hand, race_windows, READERS, 2, slots);
+        const size_t taken = least_used ? take_least_used(race_words, CLUSTERS, uses, &weight, race_windows, READERS, 2, slots)
+                                        : np_clock_take(race_words, CLUSTERS, &hand, race_windows, READERS, 2, slots);
         for (size_t i = 0; i < taken; i++)
             race_load(slots[i], &random);
         loads += (uint32_t)taken;
@@ -189,6 +258,12 @@ static void test_no_slot_changes_under_a_window(void)
         }
     REQUIRE_EQUAL(present, SLOTS); /* no slot was lost or doubled */
     printf("  race: %u reads, %u loads\n", race_reads[0] + race_reads[1], loads);
+}
+
+static void test_no_slot_changes_under_a_window(void)
+{
+    race(0);
+    race(1);
 }
 
 /* Two feed-forwards of three clusters: of the first one stays, of the second two. */
@@ -245,6 +320,9 @@ int main(void)
     test_clock_keeps_what_was_used_often();
     test_uses_are_bounded_and_spare_the_other_bits();
     test_clock_spares_windows();
+    test_the_least_used_goes_first_and_uses_age();
+    test_uses_stay_finite();
+    test_the_rule_of_use_spares_windows_and_forgets_what_a_prompt_read();
     test_slots_are_vacated_whatever_they_hold();
     test_no_slot_changes_under_a_window();
     printf("residency: all passed\n");

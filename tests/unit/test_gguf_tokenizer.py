@@ -20,7 +20,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tests.conformance.checkpoints import END_TOKEN, TINY, tokenizer
 from tests.conformance.gguf_files import write_gguf
 
-SAME = {"stablelm2": "qwen2", "olmo": "gpt-2", "bailingmoe2": "bailingmoe"}  # one pattern under two names
+SAME = {
+    "dbrx": "llama-bpe",
+    "stablelm2": "qwen2",
+    "olmo": "gpt-2",
+    "bailingmoe2": "bailingmoe",
+}  # one pattern under two names
 TEXT = "the other side's 1234 stones, and THE end:\n\n    if x >= 10:  return 'naïve' <|end|> 猫"
 SPACE = "▁"
 GOLDEN = json.loads((Path(__file__).parents[1] / "conformance" / "golden" / "splits.json").read_text())

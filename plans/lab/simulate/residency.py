@@ -1,7 +1,7 @@
 """Misses of the services' cache for a package under its plan, cluster by cluster.
 
-Each part has the slots, the reserve of free slots, the pinned clusters and the warm-up of the plan, and
-native/residency/clock.c evicts. Read windows are not simulated, as in caching.py. That is right in predicted mode, in
+Each part has the slots, the reserve of free slots, the pinned clusters and the warm-up of the plan, and the cache's own
+rule evicts. Read windows are not simulated, as in caching.py. That is right in predicted mode, in
 which the cache evicts before a layer's window opens. In exact mode it evicts for value parts later, and the simulation
 has a fifth too few misses.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.activity.eviction_rule import EvictionRule, whole_experts_of_token
 from neuronpipe.plans.activity.replacement_policies import Ids
 from neuronpipe.plans.lab.simulate.caching import Traffic
 from neuronpipe.plans.package.manifest import Manifest
@@ -39,11 +40,15 @@ class SequenceDemand:
 class Region:
     """The slots and residency entries of trigger or value parts."""
 
-    def __init__(self, clusters: int, *, slots: int, reserve: int, pinned: Sequence[int]) -> None:
+    def __init__(
+        self, clusters: int, *, slots: int, reserve: int, pinned: Sequence[int], uses_of_token: int = 0
+    ) -> None:
         """Create a region whose pinned and warm clusters are resident.
 
+        clusters: number of clusters of a feed-forward
         reserve: number of slots that are kept free
         pinned: for each feed-forward, the number of first clusters that are pinned
+        uses_of_token: number of clusters that a token uses, as for EvictionRule
         """
         self._words = np.zeros(len(pinned) * clusters, dtype=np.uint32)
         numbers = np.arange(clusters)
@@ -53,7 +58,7 @@ class Region:
         self._reserve = 0 if slots >= len(self._words) else reserve
         self._free = slots - int(np.count_nonzero(self._words))
         self._pointer: Any = ffi.from_buffer("uint32_t[]", self._words)
-        self._hand: Any = ffi.new("size_t *", 0)
+        self._rule = EvictionRule(len(self._words), uses_of_token)
 
     def step(self, ids: Ids) -> int:
         """Access clusters of a layer, load the absent ones, and return the number of misses."""
@@ -75,8 +80,7 @@ class Region:
 
     def _evict(self, count: int) -> None:
         if count > 0:
-            slots: Any = ffi.new("uint32_t[]", count)
-            self._free += lib.np_clock_take(self._pointer, len(self._words), self._hand, ffi.NULL, 0, count, slots)
+            self._free += len(self._rule.take(self._pointer, count))
 
 
 def planned_traffic(
@@ -103,7 +107,13 @@ def planned_traffic(
     def region(slots: int, reserve: int, pinned: Sequence[int]) -> Region:
         # Cumulative rounding, so that the pinned clusters of all feed-forwards keep their share of the slots.
         counts = np.diff(np.round(np.cumsum(pinned) / scale), prepend=0).astype(int).tolist()
-        return Region(clusters, slots=round(slots / scale), reserve=round(reserve / scale), pinned=counts)
+        return Region(
+            clusters,
+            slots=round(slots / scale),
+            reserve=round(reserve / scale),
+            pinned=counts,
+            uses_of_token=whole_experts_of_token(manifest) * clusters,
+        )
 
     pinned_triggers, pinned_values = memory.pins_for(batch).counts(model.ffns)
     triggers = region(memory.trigger_slots, flash.reserved_triggers, pinned_triggers)

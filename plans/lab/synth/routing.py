@@ -51,9 +51,9 @@ MOVING = 16  # number of directions of the outputs of layers that a router reads
 MAX_WRITTEN = 0.5  # their maximal share of a router's variance, of what is not the experts' own
 RIDGE = 0.01  # excludes directions with little variance
 
-# In the simulator CLOCK misses with it as much as on recorded routes of Qwen3-30B-A3B and Gemma-4-26B-A4B, by which the
-# cost model assumes misses of experts (plans/cost/expert_misses.py): 48, 33, 12, 5 and 2 % with 10, 15, 30, 45 and 60 %
-# resident (recorded: 48, 33, 12, 4 and 2 %).
+# In the simulator CLOCK misses with it as much as on recorded routes of Qwen3-30B-A3B and Gemma-4-26B-A4B (beside
+# plans/cost/expert_misses.py): 48, 33, 12, 5 and 2 % with 10, 15, 30, 45 and 60 % resident (recorded: 48, 33, 12, 4 and
+# 2 %).
 RECORDED = Routing(own_share=EXPERT_SHARE, token_share=0.7)
 ROUTINGS = {
     "smallthinker": Routing(token_share=0.5, hot=hot_experts_of("smallthinker")),

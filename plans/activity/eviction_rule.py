@@ -1,0 +1,49 @@
+"""The cache's rule of eviction, as the cache service and the simulator use it: CLOCK with usage counts, or for experts
+that are read whole LFU with ageing (native/residency/clock.c, frequency.c)."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, Final
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.manifest import Manifest
+
+HALF_LIFE_TOKENS: Final = 16
+"""The weight of a use halves while so many tokens use experts. Of recorded routes of Qwen3-30B-A3B, Gemma-4-26B-A4B and
+gpt-oss-120b as much is missed with 8 and 32."""
+
+
+def whole_experts_of_token(manifest: Manifest) -> int:
+    """Return how many experts a token uses if each of them is one cluster, else 0."""
+    return manifest.model.active_ffns if manifest.layout.down_by_output else 0
+
+
+class EvictionRule:
+    """The state of the rule for one part of the clusters.
+
+    entries: number of residency entries of the part
+    uses_of_token: how many of the clusters a token uses; 0: they are no whole experts
+    """
+
+    def __init__(self, entries: int, uses_of_token: int) -> None:
+        self._entries = entries
+        self._hand: Any = ffi.new("size_t *")
+        self._uses: Any = ffi.new("double[]", entries) if uses_of_token else None
+        self._weight: Any = ffi.new("double *", 1.0)
+        self._growth = 2 ** (1 / (HALF_LIFE_TOKENS * max(1, uses_of_token)))
+
+    def take(self, words: Any, count: int, windows: Any = ffi.NULL, window_count: int = 0) -> array[int]:
+        """Evict up to `count` clusters and return the slots that this freed.
+
+        words: the residency entries, a uint32_t *
+        windows: the windows of the workers, a uint64_t *
+        """
+        slots: Any = ffi.new("uint32_t[]", count)
+        to = (windows, window_count, count, slots)
+        if self._uses is None:
+            evicted = lib.np_clock_take(words, self._entries, self._hand, *to)
+        else:
+            state = (self._uses, self._weight, self._growth, self._hand)
+            evicted = lib.np_least_used_take(words, self._entries, *state, *to)
+        return array("I", bytes(ffi.buffer(slots, 4 * evicted)))
