@@ -553,27 +553,22 @@ RECIPES = {
         Recipe(
             "olmo", "OlmoForCausalLM", "silu", 128, 200, 3, 4, 2, 32, dtype="BF16", config={"clip_qkv": 1.25},
         ),
-        Recipe(
-            "ministral3", "Ministral3ForCausalLM", "silu", 160, 270, 3, 5, 1, 32, dtype="BF16",
-            config={
-                "max_position_embeddings": 1024, "sliding_window": None,
-                "rope_parameters": {
-                    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 8.0,
-                    "original_max_position_embeddings": 128, "max_position_embeddings": 1024, "beta_fast": 8.0,
-                    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        *(
+            Recipe(
+                name, "Ministral3ForCausalLM", "silu", 160, 270, 3, 5, 1, 32, dtype="BF16",
+                config={
+                    "max_position_embeddings": 1024, "sliding_window": None,
+                    "rope_parameters": {
+                        "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 8.0,
+                        "original_max_position_embeddings": original, "max_position_embeddings": 1024,
+                        "beta_fast": fast, "beta_slow": slow, "mscale": 1.0, "mscale_all_dim": 1.0,
+                        "llama_4_scaling_beta": growth,
+                    },
                 },
-            },
-        ),
-        Recipe(
-            "ministral3 long", "Ministral3ForCausalLM", "silu", 160, 270, 3, 5, 1, 32, dtype="BF16",
-            config={
-                "max_position_embeddings": 1024, "sliding_window": None,
-                "rope_parameters": {
-                    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 8.0,
-                    "original_max_position_embeddings": 8, "max_position_embeddings": 1024, "beta_fast": 2.0,
-                    "beta_slow": 0.25, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
-                },
-            },
+            )
+            for name, original, fast, slow, growth in (
+                ("ministral3", 128, 8.0, 1.0, 0.1), ("ministral3 long", 8, 2.0, 0.25, 0.5)
+            )
         ),
         Recipe("olmo unclipped", "OlmoForCausalLM", "silu", 96, 150, 2, 3, 3, 32, tied=True),
         Recipe(
