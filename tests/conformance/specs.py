@@ -134,6 +134,7 @@ SPECS = {
         groups_per_token=2, groups_by_best=True, normalized_shares=False, routed_scale=1.8,
         layer_kinds=(LayerKind(1, dense_experts=3), LayerKind(2)), query_heads=5, key_heads=1, head_width=112,
         latent_width=96, rotary_width=32, value_width=128, query_rank=224, attention_scale=0.7, rotary_scale=1.2,
+        query_growth=0.1, query_growth_tokens=9,
         activation="silu", **COMMON,
     ),
     "latents with relu": ModelSpec(
@@ -169,10 +170,12 @@ SPECS = {
     ),
     "clipped": ModelSpec(
         family="llama", width=96, neurons=200, query_heads=6, key_heads=2, head_width=32, qkv_limit=0.6,
+        query_growth=0.4, query_growth_tokens=9,
         layer_kinds=(LayerKind(2), LayerKind(1, value_from_key=True)), activation="relu", qkv_bias=True, **COMMON,
     ),
     "clipped after joint norms": ModelSpec(
         family="llama", width=96, neurons=200, query_heads=3, key_heads=3, head_width=32, qkv_limit=0.6,
+        query_growth=0.7, query_growth_tokens=5,
         layer_kinds=(LayerKind(2),), activation="silu", joint_norm=True, value_norm=True, **COMMON,
     ),
     "gemma 4": ModelSpec(
