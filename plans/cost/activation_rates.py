@@ -16,7 +16,7 @@ from statistics import NormalDist
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.cluster_ranking import Ranking
 from neuronpipe.plans.cost.expert_misses import assumed_expert_misses
-from neuronpipe.plans.package.activity_profile import ActivityProfile, Points, Unit, interpolated
+from neuronpipe.plans.package.activity_profile import ActivityProfile, Points, Policy, Unit, interpolated
 from neuronpipe.plans.package.manifest import Manifest, Predictor
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.frozen import frozen
@@ -236,13 +236,10 @@ def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_ex
     """
     unit: Unit = "expert" if whole_experts else "bundle" if mode == "predicted" else "value"
     profile = profile_for(manifest, mode)
-    measured = None
-    if profile is not None and manifest.layout.down_by_output:  # the cache's own rule; runs do not count for it
-        measured = profile.miss_rate(unit, resident_share, "lfu")
-    if profile is not None and measured is None:
-        measured = profile.miss_rate(unit, resident_share)
-    if measured is not None:
-        return measured
+    policies: tuple[Policy, ...] = ("lfu", "clock") if manifest.layout.down_by_output else ("clock",)
+    for policy in policies:  # the cache's own, or what was measured of it
+        if profile is not None and (measured := profile.miss_rate(unit, resident_share, policy)) is not None:
+            return measured
     if whole_experts:
         return assumed_expert_misses(manifest.model, resident_share)
     return interpolated(ASSUMED_ROUTED_MISSES if manifest.model.experts > 1 else ASSUMED_MISSES, resident_share)

@@ -59,6 +59,7 @@ HEADROOM_PERCENT = 2  # added to the budget for memory that has no item in it
 # lists of free slots (8), bits for resident and warming clusters (less than 1). Cache: free slots (2), requests of
 # warm-up in flight (4).
 CLUSTER_BOOKKEEPING_BYTES = 23
+EXPERT_USES_BYTES = 16  # of a whole expert in the cache, for both parts (plans/activity/eviction_rule.py)
 # Tokens that an engine multiplies with Down by output at once (NP_OUTPUT_TOKENS), and its memory for each of their
 # values: prepared for the kernels, and in a panel.
 OUTPUT_TOKENS, OUTPUT_VALUE_BYTES = 64, 4
@@ -147,6 +148,7 @@ def memory_budget(
         + runtime_bytes(manifest, shape.prefill_backend, neurons=product_neurons, tokens=prefill_tokens)
         + 8 * manifest.model.vocabulary,  # the coordinator's scratch for sampling
         bookkeeping_bytes=manifest.clusters * CLUSTER_BOOKKEEPING_BYTES
+        + manifest.clusters * EXPERT_USES_BYTES * manifest.layout.down_by_output
         + 4 * LOADER_QUEUES * queue_clusters(manifest)
         + NATIVE_BYTES,
         staging_bytes=staging_bytes,

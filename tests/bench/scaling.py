@@ -5,7 +5,8 @@
 Each cell is the plan of `neuronpipe plan SHAPE --device FILE` for a described machine. Its cores are those of this
 file's constants; so is its flash, of which the larger of two speeds counts: bytes or reads per second. Beside the
 planned tokens/s stand the work of the loader's thread and of the cache manager at that speed, as shares of a second:
-costs that no plan for a described machine contains. A share above 1 means that this process limits the speed.
+costs that no plan for a described machine contains. A share above 1 means that this process limits the speed. A read
+counts as one slot for the cache manager, though with clusters of a few neurons it may bring many.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Any, NamedTuple
 from tests.bench.planned import table_line
 
 CONTEXT_TOKENS = 2048
-CORE_GB_PER_S, MAX_DRAM_GB_PER_S = 12.3, 300  # of one core; of eight channels of DDR5
-COMPUTES_GB_PER_S = 27  # of one core, with weights in the cache
+CORE_GB_PER_S, COMPUTES_GB_PER_S = 12.3, 27  # of one core: reading DRAM, and computing with weights in the cache
 BARRIER_US, MESSAGE_US, LOOKUP_NS = 5, 190, 100
-READS_PER_S = {1.0: 77_000, 7.0: 1_000_000}  # by GB/s; of the smallest size, else 100,000 per GB/s
-# The loader's thread and the cache manager, measured beside two workers on a Xeon 6 (results, 2026-11-29).
-LOADER_US_PER_READ, LOADER_GB_PER_S = 10, 3.0
+READS_PER_S = 100_000  # of the smallest size
+# Processor time of the loader: of a small read on the cores that compute (results, 2026-11-23), and with whole experts
+# 21.7 % of a core at 0.5 GB/s (Xeon 6, beside two workers, 2026-11-29).
+LOADER_US_PER_READ, LOADER_GB_PER_S = 12, 2.4
 GRANT_US = 600  # of the cache manager for a message of the loader and its answer, which come for a quarter of the stock
 
 
@@ -53,9 +54,7 @@ def description(cores: int, flash_gb_per_s: float) -> dict[str, Any]:
     def assumed(value: float) -> dict[str, Any]:
         return {"value": value, "source": "assumed: constants of tests/bench/scaling.py"}
 
-    dram = min(cores * CORE_GB_PER_S, MAX_DRAM_GB_PER_S)
-    reads_per_s = READS_PER_S.get(flash_gb_per_s, 100_000 * flash_gb_per_s)
-    smallest = min(reads_per_s * 4096 / 1e9, flash_gb_per_s)
+    dram, smallest = cores * CORE_GB_PER_S, min(READS_PER_S * 4096 / 1e9, flash_gb_per_s)
     curve = {
         "points": [{"block_kib": 4, "gb_per_s": smallest}, {"block_kib": 512, "gb_per_s": flash_gb_per_s}],
         "source": "assumed",

@@ -220,6 +220,17 @@ def test_joined_queries_keys_and_values_are_the_same_package(
     assert same_weights(convert(source, tmp_path / "p", quantization="q8"), converted(name, "q8"))
 
 
+def test_yarns_factor_concerns_heads_that_rotate_alone(tmp_path: Path) -> None:
+    """Each fourth layer of a SmolLM3 does not rotate."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    metadata = {f"smollm3.rope.scaling.{key}": value for key, value in scaling.items()}
+    model = convert(
+        write_gguf(tmp_path / "m.gguf", RECIPES["smollm3"], metadata=metadata), tmp_path / "p"
+    ).manifest.model
+    assert {True, False} == set(model.rotary_layers)
+    assert (model.rotary_scale, model.attention_scale) == (pytest.approx(0.1 * np.log(4) + 1), 1.0)
+
+
 def test_gemmas_that_state_no_window_have_the_usual_one_or_none(tmp_path: Path) -> None:
     windows = {}
     for name in ("gemma2", "gemma3"):

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.read_sizes import read_units
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
+from neuronpipe.plans.lab.shapes.models import model_named
 from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled
+from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES, compute_layout
 from neuronpipe.plans.package.manifest import (
@@ -365,6 +367,15 @@ def test_every_accepted_limit_holds_and_leaves_room_for_what_is_moving(
         assert slots == m.clusters or slots - pinned - reserved >= min(open_clusters, m.clusters), (
             "a window must fit beside the pinned and the free"
         )
+
+
+@pytest.mark.parametrize(("limit_gb", "reserved"), [(8, 16), (4, 16), (3, 10)])
+def test_the_cache_frees_what_a_layer_may_miss_of_whole_experts(limit_gb: int, reserved: int) -> None:
+    """Twice the eight of a token, but one in 64. With two free slots nearly each missed expert cost a message."""
+    made_for = manifest_of_shape(model_named("qwen3-30b-a3b"))
+    options = PlanOptions(memory_bytes=limit_gb * 10**9, context_tokens=2048)
+    flash = make_plan(made_for, device(memory_bytes=16 * GIB), options).flash
+    assert flash.reserved_triggers == flash.reserved_values == reserved
 
 
 def test_predicted_mode_needs_a_predictor_and_names_the_command_that_makes_one() -> None:
