@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import resource
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.native import ffi
-from neuronpipe.plans.device.measured_points import CoreClass
+from neuronpipe.plans.device.measured_points import CoreClass, DecodePoint
 from neuronpipe.plans.device.profile import parse_profile
-from neuronpipe.plans.measure import benchmark_processes
+from neuronpipe.plans.measure import benchmark_processes, kernel_speed
 from neuronpipe.plans.measure import flash_reads as flash
 from neuronpipe.plans.measure import machine_load as busy
 from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, measure_together
@@ -135,6 +137,25 @@ def test_benchmark_memory_is_larger_than_the_caches_where_memory_allows(tmp_path
     assert memory.mapping[:1] == memory.mapping[-1:] == b"\x11"
     assert allocate_benchmark_memory(16 * 63 * MIB, 0, 1) is None
     assert allocate_benchmark_memory(16 * 64 * MIB, 0, 8) is None
+
+
+def test_kernels_are_not_measured_while_their_memory_is_touched_for_the_first_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    repetition = kernel_speed._Bench.repetition
+
+    def page_faults(bench: kernel_speed._Bench, *arguments: Any) -> tuple[list[float], int]:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        _, block = repetition(bench, *arguments)
+        return [1 + resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before], block
+
+    monkeypatch.setattr(kernel_speed._Bench, "repetition", page_faults)
+    memory = allocate_benchmark_memory(1 << 40, 0, 1, usual_bytes=64 << 20)
+    assert memory is not None
+    matrix = kernel_speed.Case("matrix", "q4", 1024, 1.0)
+    (point,) = kernel_speed.measure_kernels(memory, [None], "big", [matrix], rounds=1, budget_s=0.05)
+    assert isinstance(point, DecodePoint)
+    assert point.bytes_per_s.median < 100, "page faults of a repetition"
 
 
 def test_flash_is_measured_by_range_order_and_class_as_far_as_the_file_goes() -> None:

@@ -94,6 +94,9 @@ _OLMOE: dict[str, Any] = {
     "family": "olmoe", "activation": "silu", "norm_epsilon": 1e-5, "joint_norm": True, "normalized_shares": False,
 }  # fmt: skip
 
+# Dense models whose neurons all fire. Where the published output is the embedding, here it is a matrix of its own.
+_SMOLLM2: dict[str, Any] = {"activation": "silu"}
+
 # Without the published factor of embeddings: those of synthetic packages are as large as the residual stream should be.
 # The output matrix is not the embedding, so that greedy decoding follows trajectories.
 _GEMMA4: dict[str, Any] = {
@@ -207,6 +210,10 @@ SHAPES = {
     ),
     "olmoe-7b": _shape(2048, 1024, 16, (16, 16, 128), 50304, 4096, (64, 8), **_OLMOE),
     "qwen3-30b-a3b": _shape(2048, 768, 48, (32, 4, 128), 151936, 40960, (128, 8), **_QWEN3),
+    "qwen3-8b": _shape(4096, 12288, 36, (32, 8, 128), 151936, 40960, **_QWEN3),
+    "qwen3-4b": _shape(2560, 9728, 36, (32, 8, 128), 151936, 40960, **_QWEN3),
+    "qwen3-1.7b": _shape(2048, 6144, 28, (16, 8, 128), 151936, 8192, **_QWEN3),
+    "qwen3-0.6b": _shape(1024, 3072, 28, (16, 8, 128), 151936, 8192, **_QWEN3),
     "qwen3-moe-100m": _shape(512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), **_QWEN3),
     "qwen3.6-35b-a3b": _shape(
         2048, 512, 40, (16, 2, 256), 248320, 262144, (256, 8), layer_kinds=_layers_of_qwen35(40), state_heads=32,
@@ -252,6 +259,9 @@ SHAPES = {
         rotary_width=32, value_width=64, state_heads=8, state_key_heads=8, state_key_width=64, state_value_width=64,
         state_rank=64, **_KIMI_LINEAR,
     ),
+    "smollm2-1.7b": _shape(2048, 8192, 24, (32, 32, 64), 49152, 8192, **_SMOLLM2),
+    "smollm2-360m": _shape(960, 2560, 32, (15, 5, 64), 49152, 8192, **_SMOLLM2),
+    "smollm2-135m": _shape(576, 1536, 30, (9, 3, 64), 49152, 8192, **_SMOLLM2),
     # Its rotary positions have another table beyond 4,096 tokens, so that a package has that context by default.
     "phi-3.5-moe": _shape(4096, 6400, 32, (32, 8, 128), 32064, 4096, (16, 2), **_PHI),
     "phi-moe-100m": _shape(512, 256, 12, (8, 2, 64), 8000, 4096, (16, 2), **_PHI),
