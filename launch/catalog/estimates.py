@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from neuronpipe.launch.formats import show_bytes, show_min_bytes
 from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.search import Subject, quick_plan
 from neuronpipe.launch.planning.shapes import no_activity
+from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.speed_range import speed_ranges
+from neuronpipe.plans.cost.token_time import expected
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.inspect import parameters
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.document import Mode, SpeedRange
+from neuronpipe.plans.plan.document import Expected, Mode, Plan, SpeedRange
 from neuronpipe.plans.planner.candidates import USUAL
 from neuronpipe.plans.planner.default_sizes import MIN_CONTEXT_TOKENS
 from neuronpipe.plans.planner.plan_options import LimitTooSmall
+from neuronpipe.plans.planner.planned_range import are_plan_misses_assumed
 from neuronpipe.plans.pull.catalog import CatalogModel
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-PROMPT_TOKENS = USUAL.prompt_tokens
+PROMPT_TOKENS, ANSWER_TOKENS = USUAL.prompt_tokens, USUAL.answer_tokens
 MIN_USABLE_TOKENS_PER_S = 4.0
 """About the pace of reading: 200 words a minute, of 1.2 tokens each."""
 MAX_USABLE_FIRST_TOKEN_S = 30.0
@@ -39,8 +44,9 @@ class Estimate:
     limit_bytes: the memory limit of the estimate
     min_memory_bytes: the smallest limit for which there is a plan; None: not known, as the options exclude the model
     resident_share: share of the feed-forward weights that stay in memory within the limit
-    tokens_per_s, first_token_s: expected speed at half of the context, and time to the first token after a prompt of
-        PROMPT_TOKENS; None: not known
+    tokens_per_s: expected speed in the middle of an answer of ANSWER_TOKENS to a prompt of PROMPT_TOKENS; None: not
+        known
+    first_token_s: expected time to the first token after that prompt; None: not known
     tokens_per_s_range: the range of that speed
     problem: why the model does not run; None if it does
     """
@@ -152,14 +158,35 @@ def estimate(
     if plan.memory.total_bytes() > device.memory_total_bytes > 0:
         problem = f"takes {show_bytes(plan.memory.total_bytes())}, more than the device has"
         return dataclasses.replace(facts, problem=problem)
-    memory, prompt_speed = plan.memory, plan.expected.prefill_tokens_per_s
+    expectation, speed_range = _usual_request(plan, manifest, device)
     return dataclasses.replace(
         facts,
-        resident_share=min(1.0, memory.slots_bytes / memory.ffn_bytes),
-        tokens_per_s=plan.expected.tokens_per_s,
-        tokens_per_s_range=plan.expected.tokens_per_s_range,
-        first_token_s=PROMPT_TOKENS / prompt_speed if prompt_speed else None,
+        resident_share=min(1.0, plan.memory.slots_bytes / plan.memory.ffn_bytes),
+        tokens_per_s=expectation.tokens_per_s,
+        tokens_per_s_range=speed_range,
+        first_token_s=None if expectation.first_token_ms is None else expectation.first_token_ms / 1e3,
     )
+
+
+def _usual_request(plan: Plan, manifest: Manifest, device: Device) -> tuple[Expected, SpeedRange | None]:
+    """Return what a plan expects of the usual request, and the range of its tokens/s; None if that is not known."""
+    request = functools.partial(
+        expected,
+        manifest,
+        rates(manifest, plan.compute.mode, None),
+        plan.compute,
+        plan.memory,
+        plan.flash,
+        position_tokens=PROMPT_TOKENS + ANSWER_TOKENS // 2,
+        prompt_tokens=PROMPT_TOKENS,
+    )
+    measured = device.flash, device.memory_speed, device.profile
+    ranges = speed_ranges(
+        lambda facts: {"tokens_per_s": request(*facts).tokens_per_s},
+        measured,
+        are_misses_assumed=are_plan_misses_assumed(plan, manifest),
+    )
+    return request(*measured), ranges["tokens_per_s"][0] if "tokens_per_s" in ranges else None
 
 
 def _mode_problem(manifest: Manifest, mode: Mode) -> str | None:

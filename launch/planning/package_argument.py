@@ -74,8 +74,8 @@ def refuse_missing(path: Path) -> None:
     """
     if os.path.exists(path):
         return
+    refuse_unpulled(str(path))
     from neuronpipe.plans.lab.shapes.models import refuse_shape  # slow to import, and only needed for the error
 
     refuse_shape(str(path))
-    refuse_unpulled(str(path))
     refuse_unknown(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from neuronpipe.launch.planning import DEMO
@@ -13,6 +13,7 @@ from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.plan import PlanResult, plan_for
 from neuronpipe.launch.planning.search import Subject
 from neuronpipe.plans.device.device import Device
+from neuronpipe.plans.measure.kernel_speed import Case, kernel_cases
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.activity_profile import Activity
 from neuronpipe.plans.package.manifest import Manifest
@@ -36,7 +37,7 @@ def plan_shape_here(manifest: Manifest, options: PlanOptions, *, several: bool, 
     The speed of flash is that of the largest package, cached or measured briefly, as the plan's reasons state.
     """
     lines: list[str] = []
-    measured, device = probe_without_package(report=lines.append)
+    measured, device = probe_without_package(kernel_cases(manifest), report=lines.append)
     subject = Subject(manifest=manifest, read_activity=no_activity, device=device)
     result = plan_for(subject, options, several=several, gateway=gateway)
     if (warning := memory_warning(result.plan, device, result.min_limit_bytes)) is not None:
@@ -46,12 +47,15 @@ def plan_shape_here(manifest: Manifest, options: PlanOptions, *, several: bool, 
     return result.with_reasons(flash_caveat(measured, device))
 
 
-def probe_without_package(report: Callable[[str], None]) -> tuple[Path, Device]:
-    """Probe this machine; return the package whose file flash was measured on, which is the largest, and the device."""
+def probe_without_package(cases: Sequence[Case], report: Callable[[str], None]) -> tuple[Path, Device]:
+    """Probe this machine; return the package whose file flash was measured on, which is the largest, and the device.
+
+    cases: kernels to measure unless there is a device profile
+    """
     packages = [DEMO, *(packages_folder() / name for name in pulled_names())]
     files = {path: neurons_file(path) for path in packages}
     largest = max(packages, key=lambda path: -1 if (file := files[path]) is None else file.stat().st_size)
-    return largest, probe(largest, say=report)
+    return largest, probe(largest, cases=cases, say=report)
 
 
 def flash_caveat(measured: Path, device: Device) -> str:

@@ -18,7 +18,7 @@ import functools
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from neuronpipe.native import ffi, lib
@@ -41,7 +41,9 @@ PANEL_TOKENS = (FEW_TOKENS, 16, 64, 512)
 BRIEF_PANEL_TOKENS = (FEW_TOKENS, 64, 512)
 PANEL_ROWS = 128  # in a call
 MAX_ROW_WEIGHTS = 4096  # wider rows take the same time per byte, and their blocks would exceed a worker's memory
+SHARED_ROW_WEIGHTS = 2048  # of cases that serve several packages
 MATRIX_ROWS = 512  # in a call
+DIFFERENT_VECTORS = 16  # of activations: more take Python longer than a brief measurement lasts
 MIN_CALLS = 2  # in a repetition
 EMPTY_CALLS = 200
 
@@ -124,6 +126,17 @@ def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
         ),
         Case("reused", "f16", 4096, share),  # attention of prompts
     )
+
+
+def kernel_cases_of_all(manifests: Iterable[Manifest]) -> tuple[Case, ...]:
+    """Return the cases of the kernels that dominate exact runs of these packages, with rows of SHARED_ROW_WEIGHTS."""
+    cases = (case for manifest in manifests for case in kernel_cases(manifest))
+    shared = (
+        dataclasses.replace(case, row_weights=SHARED_ROW_WEIGHTS, amount=max(case.amount, SHARES[-1]))
+        for case in cases
+        if case.kind in ("matrix", "exact", "panel") or case.quantization == "f16"
+    )
+    return tuple(dict.fromkeys(shared))
 
 
 def measure_kernels(
@@ -364,9 +377,12 @@ def _activations(neurons: Neurons, tokens: int) -> tuple[Any, int]:
     n = neurons.row_weights
     stride = -(-lib.np_activation_bytes(neurons.type, n) // 64) * 64
     vectors = _page_aligned(tokens * stride)
-    for token in range(tokens):
+    for token in range(min(tokens, DIFFERENT_VECTORS)):
         vector = ffi.new("float[]", [float((j * 7919 + token) % 255 - 127) for j in range(n)])
         lib.np_activation_prepare(neurons.type, vector, n, vectors + token * stride)
+    for token in range(DIFFERENT_VECTORS, tokens, DIFFERENT_VECTORS):
+        count = min(DIFFERENT_VECTORS, tokens - token)
+        ffi.memmove(vectors + token * stride, vectors, count * stride)
     return vectors, stride
 
 

@@ -45,7 +45,13 @@ CACHE_VARIABLE = "XDG_CACHE_HOME"
 ROOT = Path("/")
 
 
-def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = lambda line: None) -> Device:
+def probe(
+    directory: Path,
+    *,
+    brief: bool = True,
+    cases: Sequence[Case] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Device:
     """Return the device as this process sees it, with the flash that the package in `directory` lies on.
 
     Without a package nothing is measured. Results are cached for later starts, as cached_profile.py describes, if this
@@ -53,6 +59,7 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
 
     brief: use the device profile if it is valid, else cached measurements, else measure briefly (0.2 s for flash, 1 s
         for memory and the package's kernels). False: measure longer (1 s for flash, 3 s for the rest)
+    cases: kernels to measure unless there is a device profile; None: those of the package
     say: receives a line when something was measured again
     """
     device, neurons = this_device(), neurons_file(directory)
@@ -61,7 +68,7 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
     storage = read_storage(ROOT, os.stat(neurons.parent).st_dev)
     device = dataclasses.replace(device, storage=storage)
     profile = _cached_device_profile(device, directory, say) if brief else None
-    cores, cases = decode_cores(device), _kernel_cases(directory)
+    cores, cases = decode_cores(device), _kernel_cases(directory) if cases is None else tuple(cases)
     flash_path = _cache_path("flash", device, _storage_names(directory)[0], device.flash_engine)
     memory_path = _cache_path("memory", device, repr(_allowed(device)), repr(cases))
 

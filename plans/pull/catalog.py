@@ -91,7 +91,10 @@ def known_short_name(text: str) -> CatalogModel:
 def refuse_unpulled(text: str) -> None:
     """Raise UserError, which says how to get it, if a text is the short name of a model."""
     if (model := catalog_model(text)) is not None:
-        raise UserError(f"{text}: is not on this disk; `neuronpipe pull {model.name}` downloads it")
+        raise UserError(
+            f"{text}: is not on this disk; `neuronpipe pull {model.name}` downloads it, and "
+            f"`neuronpipe plan {model.name}` says what it needs"
+        )
 
 
 def nearest_names(text: str) -> list[str]:

@@ -158,12 +158,12 @@ def test_a_shape_is_planned_for_this_machine_without_a_package(capsys: pytest.Ca
 
 def test_flash_caveat_is_that_of_the_largest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURONPIPE_DATA", str(tmp_path))
-    assert probe_without_package(print)[0] == DEMO
+    assert probe_without_package((), print)[0] == DEMO
     larger = tmp_path / "packages" / "larger"
     shutil.copytree(DEMO, larger)
     with (larger / "bundles.bin").open("ab") as file:
         file.write(bytes(1 << 20))
-    place, device = probe_without_package(print)
+    place, device = probe_without_package((), print)
     assert place == larger
     assert device.flash is not None
     assert "speeds are measured in brief, with flash as it reads the file of larger" in flash_caveat(place, device)
@@ -180,8 +180,8 @@ def test_flash_caveat_is_that_of_the_largest_package(tmp_path: Path, monkeypatch
 
 def test_a_verb_that_needs_a_package_says_what_a_shape_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in ("run", "chat", "bench"):
-        assert main([verb, "qwen3-30b-a3b"]) == 2
-        assert "it is a shape, which `neuronpipe plan qwen3-30b-a3b` and" in capsys.readouterr().err
+        assert main([verb, "turbosparse-1b"]) == 2
+        assert "it is a shape, which `neuronpipe plan turbosparse-1b` and" in capsys.readouterr().err
 
 
 def test_what_is_no_shape_is_told_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

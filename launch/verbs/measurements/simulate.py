@@ -45,6 +45,7 @@ from neuronpipe.plans.lab.simulate.simulate import (
 )
 from neuronpipe.plans.lab.simulate.systems import OURS, POLICIES, system_named
 from neuronpipe.plans.lab.synth.trajectory import PRESETS
+from neuronpipe.plans.measure.kernel_speed import kernel_cases
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.atomic_output import whole_file
@@ -111,7 +112,7 @@ def main(arguments: argparse.Namespace) -> int:
     has_plan = system is OURS
     if arguments.mode is not None and not has_plan:
         raise UserError(f"--mode {arguments.mode}: only with policy ours, which has a plan")
-    machine = _this_machine(package) if arguments.device == THIS_MACHINE else None
+    machine = _this_machine(model, package) if arguments.device == THIS_MACHINE else None
     device = read_device(arguments.device) if machine is None else this_machine(machine)
     options = SimulationOptions(
         memory_bytes=arguments.memory,
@@ -168,13 +169,13 @@ def _model(path: Path, *, plain: bool) -> tuple[SimulatedModel, Package | None]:
     return model_of(package.manifest), package
 
 
-def _this_machine(package: Package | None) -> Device:
+def _this_machine(model: SimulatedModel, package: Package | None) -> Device:
     def say(line: str) -> None:
         print(f"neuronpipe: {line}", file=sys.stderr)
 
     if package is not None:
         return probe(package.path, say=say)
-    measured, device = probe_without_package(say)
+    measured, device = probe_without_package(kernel_cases(manifest_of_pulled_shape(model)), say)
     say(flash_caveat(measured, device))
     return device
 

@@ -25,6 +25,8 @@ from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.lab.devices.device_description import caveats, planner_device
 from neuronpipe.plans.lab.devices.device_file import THIS_MACHINE, read_device
+from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled
+from neuronpipe.plans.measure.kernel_speed import kernel_cases_of_all
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import MODES
 from neuronpipe.plans.planner.device_facts import MEMORY_SHARE
@@ -109,7 +111,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _this_machine() -> Target:
     notes: list[str] = []
-    measured, device = probe_without_package(report=notes.append)
+    cases = kernel_cases_of_all(manifest_of_pulled(model) for model in catalog().values())
+    measured, device = probe_without_package(cases, report=notes.append)
     return Target(
         title="this machine",
         is_here=True,

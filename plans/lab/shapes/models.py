@@ -172,10 +172,9 @@ def shape_named(text: str) -> str | None:
 def refuse_shape(text: str) -> None:
     """Raise UserError if `text` names a shape."""
     if (name := shape_named(text)) is not None:
-        download = f"; `neuronpipe pull {name}` downloads the model" if catalog_model(name) is not None else ""
         raise UserError(
             f"{text}: no such package; it is a shape, which `neuronpipe plan {name}` and "
-            f"`neuronpipe simulate DEVICE {name}` take without a package{download}"
+            f"`neuronpipe simulate DEVICE {name}` take without a package"
         )
 
 
