@@ -129,14 +129,16 @@ def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
 
 
 def kernel_cases_of_all(manifests: Iterable[Manifest]) -> tuple[Case, ...]:
-    """Return the cases of the kernels that dominate exact runs of these packages, with rows of SHARED_ROW_WEIGHTS."""
-    cases = (case for manifest in manifests for case in kernel_cases(manifest))
-    shared = (
-        dataclasses.replace(case, row_weights=SHARED_ROW_WEIGHTS, amount=max(case.amount, SHARES[-1]))
-        for case in cases
-        if case.kind in ("matrix", "exact", "panel") or case.quantization == "f16"
-    )
-    return tuple(dict.fromkeys(shared))
+    """Return the cases of the kernels that dominate exact runs of these packages, with rows of SHARED_ROW_WEIGHTS, and
+    that of the attention of prompts."""
+    cases: dict[Case, None] = {}
+    for case in (case for manifest in manifests for case in kernel_cases(manifest)):
+        shared = dataclasses.replace(case, amount=max(case.amount, SHARES[-1]))
+        if case.quantization == "f16":
+            cases[shared] = None
+        elif case.kind in ("matrix", "exact", "panel"):
+            cases[dataclasses.replace(shared, row_weights=SHARED_ROW_WEIGHTS)] = None
+    return tuple(cases)
 
 
 def measure_kernels(

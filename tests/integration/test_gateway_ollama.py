@@ -226,6 +226,15 @@ def test_errors_have_the_form_of_the_api(server: Server) -> None:
     assert (reply.status, set(reply.json())) == (415, {"error"})
 
 
+def test_curl_without_a_content_type_is_answered_and_a_browser_is_not(server: Server) -> None:
+    body = json.dumps({"model": MODEL, "prompt": CODE, "stream": False, "options": {"num_predict": 4}}).encode()
+    form = {"Content_Type": "application/x-www-form-urlencoded"}
+    assert server.call("POST", "/api/generate", body, **form).json()["done"] is True
+    for headers in ({"Sec_Fetch_Site": "cross-site"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+        assert server.call("POST", "/api/generate", body, **form, **headers).status in (403, 415), headers
+    assert server.call("POST", "/v1/completions", body, **form).status == 415
+
+
 def test_a_client_that_leaves_a_stream_ends_its_generation(server: Server) -> None:
     body = {"model": MODEL, "prompt": CODE, "raw": True, "options": {"num_predict": 400}}
     before = server.run.status().tokens

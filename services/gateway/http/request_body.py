@@ -17,6 +17,7 @@ MAX_BODY_BYTES = 4 << 20
 MAX_DISCARDED_BYTES = 64 << 20  # read and dropped: a client that is still sending would not read the error
 BODY_GRACE_S = 5.0  # in addition to the time at the minimum rate
 MIN_BODY_BYTES_PER_S = 32 << 10
+BROWSER_HEADERS = {"origin", "sec-fetch-site"}
 ERROR_CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unsupported_parameter",
@@ -29,7 +30,7 @@ RequestT = TypeVar("RequestT", bound=BaseModel)
 async def read_body(request: Request, kind: type[RequestT]) -> RequestT:
     """Return the body of a request as `kind`. Raises ApiError, which names the parameter at fault."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
+    if content_type != "application/json" and not _is_ollama_by_curl(request, content_type):
         # A page of another origin could send any other type without a preflight request.
         raise ApiError(415, "unsupported_media_type", "expected the header `Content-Type: application/json`")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -42,6 +43,13 @@ async def read_body(request: Request, kind: type[RequestT]) -> RequestT:
     body = parse_body(data, kind)
     charge.set(charge.held_bytes - len(data))
     return body
+
+
+def _is_ollama_by_curl(request: Request, content_type: str) -> bool:
+    """Return True for a request of Ollama's API with the type that `curl -d` sends, as in Ollama's own examples, unless
+    a browser sent it: browsers add one of BROWSER_HEADERS to each request that a page of another origin makes."""
+    is_form = content_type == "application/x-www-form-urlencoded"
+    return is_form and request.url.path.startswith("/api/") and not BROWSER_HEADERS & set(request.headers)
 
 
 def parse_body(data: bytes | bytearray, kind: type[RequestT]) -> RequestT:
