@@ -171,6 +171,11 @@ void np_remember(const np_memory_job *job);
 /* The share of a memory's row that a token keeps, for n rows: exp(decay * log(1 + exp(rate + bias))). */
 void np_keep(const float *rates, const float *biases, float decay, size_t n, float *kept);
 
+/* Values of n neurons from their gates and ups, by NP_RELU ... (engine/), or up * sigmoid(gate) by NP_SIGMOID. `values`
+ * may be `gates` or `ups`. limit: that of NP_CLAMPED_SWIGLU. The same bits with all instruction sets. */
+enum { NP_SIGMOID = 100 };
+void np_activate(int activation, float limit, const float *gates, const float *ups, size_t n, float *values);
+
 /* A causal convolution of consecutive tokens: out = sum of weights[tap] * inputs[token + tap], plus bias, then
  * x * sigmoid(x) with is_activated. */
 typedef struct {

@@ -176,9 +176,8 @@ static void compute_heads(np_engine *engine, uint32_t layer)
 /* Multiply outputs of heads by the sigmoid of their gates, which lie `distance` floats behind their queries. */
 static void gate(np_engine *engine, size_t offset, size_t count, size_t distance)
 {
-    const float *gates = engine->shared.queries + offset + distance;
-    for (size_t j = 0; j < count; j++)
-        engine->shared.attention[offset + j] *= np_sigmoid(gates[j]);
+    float *outputs = engine->shared.attention + offset;
+    np_activate(NP_SIGMOID, 0.0f, engine->shared.queries + offset + distance, outputs, count, outputs);
 }
 
 uint32_t np_attended_tokens(const np_engine *engine)

@@ -71,13 +71,25 @@ static int find_expert(np_engine *engine, int requests)
 }
 
 /* ---- neurons ------------------------------------------------------------------------------------------------------ */
-/* Store a neuron's value for token t, and record its activity. */
-static void store(np_engine *engine, uint32_t t, uint32_t neuron, float gate, float up)
+/* Turn the gates and ups of consecutive neurons into their values for token t, and count and record their activity. */
+static void store_values(np_engine *engine, uint32_t t, np_range neurons, const float *gates, const float *ups)
 {
-    const int fired = fires(engine, gate);
-    record(engine, neuron, fired ? NP_TRIGGERED | NP_FIRED : NP_TRIGGERED);
-    engine->counters.fired += (uint64_t)fired;
-    store_value(engine, t, neuron, fired ? np_neuron_value(engine, gate, up) : 0.0f);
+    const np_shape *s = &engine->shape;
+    const uint32_t count = neurons.to - neurons.from;
+    float *values = hidden_of(engine, t, neurons.from);
+    np_activate(s->activation, s->activation_limit, gates, ups, count, values);
+    uint32_t fired = 0, active = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const int is_fired = fires(engine, gates[i]);
+        values[i] = is_fired ? values[i] : 0.0f;
+        fired += (uint32_t)is_fired;
+        active += values[i] != 0.0f;
+    }
+    engine->counters.fired += fired;
+    engine->counters.active += active;
+    for (uint32_t i = 0; engine->shared.activity && i < count; i++)
+        record(engine, neurons.from + i,
+               (uint8_t)(NP_TRIGGERED | (fires(engine, gates[i]) ? NP_FIRED : 0) | (values[i] != 0.0f ? NP_ACTIVE : 0)));
 }
 
 int np_compute_neuron_piece(np_engine *engine, uint32_t piece)
@@ -94,8 +106,7 @@ int np_compute_neuron_piece(np_engine *engine, uint32_t piece)
     np_multiply_rows(engine, engine->inputs, &gate, neurons.from, count, np_bias_of(engine, l->gate_bias, s->neurons), gates, engine->max_rows);
     np_multiply_rows(engine, engine->inputs, &up, neurons.from, count, np_bias_of(engine, l->up_bias, s->neurons), ups, engine->max_rows);
     for (uint32_t t = 0; t < tokens; t++, gates += engine->max_rows, ups += engine->max_rows)
-        for (uint32_t i = 0; i < count; i++)
-            store(engine, t, neurons.from + i, gates[i], ups[i]);
+        store_values(engine, t, neurons, gates, ups);
     const uint64_t rows = (uint64_t)count * tokens;
     engine->counters.neurons += rows;
     engine->counters.predicted += rows;

@@ -6,6 +6,7 @@
 #ifndef NP_NEURON_ROWS_H
 #define NP_NEURON_ROWS_H
 #include "engine/engine.h"
+#include "kernels/exponential.h"
 
 #include <math.h>
 
@@ -15,11 +16,6 @@ static inline float *hidden_of(np_engine *engine, uint32_t t, uint32_t neuron)
     return engine->shared.hidden + (engine->group->first + t) * engine->layer_neurons + neuron;
 }
 
-static inline float silu(float gate)
-{
-    return gate / (1.0f + expf(-gate));
-}
-
 /* True if a neuron fires, by its trigger: its value can differ from zero or, with SiLU, is not below the layer's
  * threshold. NaN fires, so that it shows in the result. */
 static inline int fires(const np_engine *engine, float trigger)
@@ -27,7 +23,7 @@ static inline int fires(const np_engine *engine, float trigger)
     if (!np_is_smooth(&engine->shape))
         return trigger > engine->shape.activation_threshold;
     const float silent_below = engine->fixed.layers[engine->layer].silent_below;
-    return silent_below == 0.0f ? trigger != 0.0f : !(fabsf(silu(trigger)) < silent_below);
+    return silent_below == 0.0f ? trigger != 0.0f : !(fabsf(np_silu(trigger)) < silent_below);
 }
 
 /* ---- rows of neurons, for the tokens of a lot ---------------------------------------------------------------------------------- */

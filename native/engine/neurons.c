@@ -7,33 +7,11 @@
 #include "engine/prediction.h"
 #include "engine/reuse.h"
 #include "engine/triggers.h"
-#include "kernels/exponential.h"
-
-/* The activation of gpt-oss. NaN stays NaN. */
-static float clamped_swiglu(float limit, float gate, float up)
-{
-    const float below = gate > limit ? limit : gate, within = up > limit ? limit : up < -limit ? -limit : up;
-    return (within + 1.0f) * (below / (1.0f + expf(-1.702f * below)));
-}
+#include "kernels/activate.h"
 
 static float activate(const np_shape *s, float gate, float up)
 {
-    switch (s->activation) {
-    case NP_RELU:
-        return gate * up;
-    case NP_DRELU:
-        return up > 0.0f ? gate * up : 0.0f;
-    case NP_RELU2:
-        return gate * gate * up;
-    case NP_GELU:
-        return np_gelu(gate) * up;
-    case NP_GELU_ERF:
-        return np_gelu_erf(gate) * up;
-    case NP_CLAMPED_SWIGLU:
-        return clamped_swiglu(s->activation_limit, gate, up);
-    default:
-        return silu(gate) * up;
-    }
+    return np_activated(s->activation, s->activation_limit, gate, up);
 }
 
 /* ---- values and down -------------------------------------------------------------------------------------------- */

@@ -304,8 +304,7 @@ static void gate_outputs(np_engine *engine, const np_layer *l, const np_run *run
         float *gate = np_recurrent_outputs(engine, l) + (run->first + t) * (size_t)s->heads_width + column;
         if (has_delta_rule(l))
             np_rms_norm(output, l->recurrent_norm, width, s->norm_epsilon, output);
-        for (uint32_t c = 0; c < width; c++)
-            gate[c] = (l->mixer == NP_MIXER_KDA ? np_sigmoid(gate[c]) : np_silu(gate[c])) * output[c];
+        np_activate(l->mixer == NP_MIXER_KDA ? NP_SIGMOID : NP_SILU, 0.0f, gate, output, width, gate);
     }
 }
 

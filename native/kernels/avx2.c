@@ -1,4 +1,5 @@
 /* AVX2 with FMA and F16C: all kernels but the dot products, and the table. */
+#include "kernels/activate.h"
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
 #include "kernels/float_rows.h"
@@ -115,6 +116,10 @@ static NP_AVX2 void keep(const float *rates, const float *biases, float decay, s
     np_keep_body(rates, biases, decay, n, kept);
 }
 
+static NP_AVX2 void activate(int activation, float limit, const float *gates, const float *ups, size_t n, float *values) {
+    np_activate_body(activation, limit, gates, ups, n, values);
+}
+
 static NP_AVX2 void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     size_t j = 0;
     for (; j + 8 <= n; j += 8) {
@@ -187,6 +192,7 @@ const np_isa np_isa_avx2 = {
     convolve,
     dot_floats,
     keep,
+    activate,
     narrow,
     recode,
     NULL,

@@ -1,4 +1,5 @@
 /* AVX-512 with VNNI: the table, and all kernels but dot products and added rows. AMX differs only in the panel. */
+#include "kernels/activate.h"
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
 #include "kernels/float_rows.h"
@@ -39,6 +40,10 @@ static NP_AVX512 void convolve(const np_convolution_job *job) {
 
 static NP_AVX512 void keep(const float *rates, const float *biases, float decay, size_t n, float *kept) {
     np_keep_body(rates, biases, decay, n, kept);
+}
+
+static NP_AVX512 void activate(int activation, float limit, const float *gates, const float *ups, size_t n, float *values) {
+    np_activate_body(activation, limit, gates, ups, n, values);
 }
 
 static NP_AVX512 void f32_to_f16(const float *x, size_t n, uint16_t *out) {
@@ -106,6 +111,7 @@ static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
      convolve,                                                    \
      dot_floats,                                                  \
      keep,                                                        \
+     activate,                                                    \
      narrow,                                                      \
      recode,                                                      \
      PANEL,                                                       \

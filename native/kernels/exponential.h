@@ -33,7 +33,7 @@ NP_INLINE float np_hyperbolic_tangent(float x) {
 /* 1 / (1 + exp(-x)). NaN stays NaN. */
 NP_INLINE float np_sigmoid(float x) {
     const float e = np_exponential(x < 0.0f ? x : -x);
-    return x < 0.0f ? e / (1.0f + e) : 1.0f / (1.0f + e);
+    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
 NP_INLINE float np_silu(float x) {
@@ -51,7 +51,7 @@ NP_INLINE float np_softplus(float x) {
 NP_INLINE float np_gelu(float x) {
     const float twice = 1.595769122f * (x + 0.044715f * x * x * x);
     const float e = np_exponential(twice < 0.0f ? twice : -twice);
-    return twice < 0.0f ? x * e / (1.0f + e) : x / (1.0f + e);
+    return (twice < 0.0f ? x * e : x) / (1.0f + e);
 }
 
 /* x times the normal distribution up to x, absolute error below 2e-7 |x|. The distribution up to -|x| is exp(-x^2 / 2) t P(t)

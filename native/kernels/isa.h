@@ -89,6 +89,7 @@ typedef struct {
     void (*convolve)(const np_convolution_job *job);
     void (*dot_floats)(const float *rows, size_t count, size_t n, const float *x, float *out);
     void (*keep)(const float *rates, const float *biases, float decay, size_t n, float *kept);
+    void (*activate)(int activation, float limit, const float *gates, const float *ups, size_t n, float *values);
     np_narrow_function *narrow;
     np_recode_function *recode;
     const np_panel_kernel *panel; /* NULL: through dot_rows */

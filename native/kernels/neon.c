@@ -1,4 +1,5 @@
 /* NEON: all kernels but the dot products, and the tables of both NEON instruction sets. */
+#include "kernels/activate.h"
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
 #include "kernels/float_rows.h"
@@ -114,6 +115,10 @@ static void keep(const float *rates, const float *biases, float decay, size_t n,
     np_keep_body(rates, biases, decay, n, kept);
 }
 
+static void activate(int activation, float limit, const float *gates, const float *ups, size_t n, float *values) {
+    np_activate_body(activation, limit, gates, ups, n, values);
+}
+
 static void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     size_t j = 0;
     for (; j + 4 <= n; j += 4) vst1_u16(out + j, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + j))));
@@ -195,6 +200,7 @@ const np_isa np_isa_neon = {
     convolve,
     dot_floats,
     keep,
+    activate,
     narrow,
     recode,
     NULL,
@@ -218,6 +224,7 @@ const np_isa np_isa_dotprod = {
     convolve,
     dot_floats,
     keep,
+    activate,
     narrow,
     recode,
     NULL,

@@ -1,4 +1,4 @@
-/* Recurrent layers' kernels, of the instruction set in use. */
+/* Kernels of recurrent layers and of activations, of the instruction set in use. */
 #include "kernels/isa.h"
 
 void np_remember(const np_memory_job *job) {
@@ -11,4 +11,8 @@ void np_convolve(const np_convolution_job *job) {
 
 void np_keep(const float *rates, const float *biases, float decay, size_t n, float *kept) {
     np_isa_current()->keep(rates, biases, decay, n, kept);
+}
+
+void np_activate(int activation, float limit, const float *gates, const float *ups, size_t n, float *values) {
+    np_isa_current()->activate(activation, limit, gates, ups, n, values);
 }

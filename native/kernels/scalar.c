@@ -1,4 +1,5 @@
 /* The reference kernels in plain C. */
+#include "kernels/activate.h"
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
 #include "kernels/float_rows.h"
@@ -145,6 +146,10 @@ static void keep(const float *rates, const float *biases, float decay, size_t n,
     np_keep_body(rates, biases, decay, n, kept);
 }
 
+static void activate(int activation, float limit, const float *gates, const float *ups, size_t n, float *values) {
+    np_activate_body(activation, limit, gates, ups, n, values);
+}
+
 static void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     for (size_t j = 0; j < n; j++) out[j] = np_float_to_half(x[j]);
 }
@@ -214,6 +219,7 @@ const np_isa np_isa_scalar = {
     convolve,
     dot_floats,
     keep,
+    activate,
     narrow,
     recode,
     NULL,

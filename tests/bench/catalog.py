@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -66,6 +67,7 @@ def made_package(model: CatalogModel, folder: Path) -> Path:
         remove(gguf)
     else:
         run("synth", shape, "-o", str(package))
+    os.sync()  # else the bench would run while these files are being written
     return package
 
 

@@ -1,7 +1,7 @@
 /* Memories and convolutions of recurrent layers: against double precision, in one call or token by token, and the same
  * bits on every instruction set. */
 #include "isa_loop.h"
-#include "kernels/exponential.h"
+#include "kernels/activate.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -148,6 +148,39 @@ static void test_activations(void)
     CHECK(isnan(np_sigmoid(NAN)) && isnan(np_softplus(NAN)), "NaN stays NaN");
 }
 
+/* More than one lot of values, in place of gates and of ups, and the same bits for all instruction sets. */
+static void test_values_of_neurons(const char *isa)
+{
+    enum { NEURONS = 5 * NP_VALUES + 3 };
+    static const int activations[] = {NP_RELU, NP_DRELU, NP_RELU2, NP_SILU, NP_CLAMPED_SWIGLU, NP_GELU, NP_GELU_ERF, NP_SIGMOID};
+    float gates[NEURONS], ups[NEURONS], out[NEURONS];
+    for (int i = 0; i < NEURONS; i++)
+        gates[i] = (float)(i - NEURONS / 2) * 0.61f, ups[i] = (float)(i % 7 - 3) * 1.9f;
+    gates[1] = NAN;
+    for (size_t k = 0; k < sizeof activations / sizeof *activations; k++) {
+        const int activation = activations[k];
+        np_activate(activation, 7.0f, gates, ups, NEURONS, out);
+        for (int i = 0; i < NEURONS; i++) {
+            const float wanted = np_activated(activation, 7.0f, gates[i], ups[i]);
+            CHECK(np_bits_of(out[i]) == np_bits_of(wanted) || (isnan(out[i]) && isnan(wanted)), "%s activation %d neuron %d", isa, activation, i);
+        }
+        for (int place = 0; place < 2; place++) {
+            float own[2][NEURONS];
+            memcpy(own[0], gates, sizeof gates), memcpy(own[1], ups, sizeof ups);
+            np_activate(activation, 7.0f, own[0], own[1], NEURONS, own[place]);
+            CHECK(memcmp(own[place], out, sizeof out) == 0, "%s activation %d in place %d", isa, activation, place);
+        }
+    }
+    for (int i = 2; i < NEURONS; i++) { /* against double precision */
+        const double gate = gates[i], up = ups[i], below = gate > 7 ? 7 : gate, within = up > 7 ? 7 : up < -7 ? -7 : up;
+        np_activate(NP_CLAMPED_SWIGLU, 7.0f, gates + i, ups + i, 1, out);
+        const double wanted = (within + 1) * below / (1 + exp(-1.702 * below));
+        CHECK(fabs(out[0] - wanted) <= 1e-6 * fabs(wanted) + 1e-12, "clamped SwiGLU of %g, %g", gate, up);
+        np_activate(NP_SILU, 0.0f, gates + i, ups + i, 1, out);
+        CHECK(fabs(out[0] - gate * up / (1 + exp(-gate))) <= 1e-6 * fabs(gate * up), "SiLU of %g, %g", gate, up);
+    }
+}
+
 int main(void)
 {
     fill(initial, KEYS * VALUES, 1.0f), fill(keys, TOKENS * KEYS, 0.3f), fill(queries, TOKENS * KEYS, 0.3f);
@@ -160,5 +193,6 @@ int main(void)
     for_each_isa(test_memories);
     for_each_isa(test_kept_shares);
     for_each_isa(test_convolutions);
+    for_each_isa(test_values_of_neurons);
     return checks_report();
 }
