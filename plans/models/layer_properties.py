@@ -73,7 +73,7 @@ class LayerProperties:
         """True if reading an expert's clusters together costs less than reading those of fired neurons. With SiLU every
         neuron fires; with ReLU in the small experts of SmallThinker about 40 % do, which touches almost every page. Of
         ReLU² without a gate all Up rows are needed, and reads of single Down rows pay below a tenth, if at all
-        (tests/bench/results, reading by neuron)."""
+        (tests/bench/results: reading-by-neuron)."""
         return self.all_neurons_fire or (self.activation in ("relu", "relu2") and self.experts > 1)
 
     @property
