@@ -75,7 +75,8 @@ def refuse_missing(path: Path) -> None:
     if os.path.exists(path):
         return
     refuse_unpulled(str(path))
-    from neuronpipe.plans.lab.shapes.models import refuse_shape  # slow to import, and only needed for the error
+    if len(path.parts) == 1:  # else it names a file, or a model of a hub
+        from neuronpipe.plans.lab.shapes.models import refuse_shape  # slow to import, and only needed for the error
 
-    refuse_shape(str(path))
+        refuse_shape(str(path))
     refuse_unknown(path)
