@@ -7,14 +7,13 @@ from typing import Any
 
 from neuronpipe.launch.bench.cases import Case
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
-from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.speed_range import Speeds, speed_ranges
-from neuronpipe.plans.cost.token_time import Measurements, expected
+from neuronpipe.plans.cost.token_time import Measurements
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Expected, Plan, SpeedRange
 from neuronpipe.plans.plan.memory_budget import peak_bytes
-from neuronpipe.plans.planner.planned_range import are_plan_misses_assumed
+from neuronpipe.plans.planner.planned_range import are_plan_misses_assumed, expectation_of
 
 MAX_FRACTION = 1.05  # of the measured memory speed: runs and measurements differ by that much
 MIN_ERROR = -0.25
@@ -84,22 +83,14 @@ def _expectation(
     manifest: Manifest, plan: Plan, case: Case, batch: int, frequencies: AccessFrequencies | None
 ) -> Callable[[Measurements], Expected]:
     """Return a function from measurements of a device to what the plan expects of a test there."""
-    plan_rates = rates(manifest, plan.compute.mode, frequencies)
-
-    def expectation(measured: Measurements) -> Expected:
-        return expected(
-            manifest,
-            plan_rates,
-            plan.compute,
-            plan.memory,
-            plan.flash,
-            *measured,
-            batch=batch,
-            position_tokens=case.prompt_tokens + case.decode_tokens // 2,
-            prompt_tokens=case.prompt_tokens,
-        )
-
-    return expectation
+    return expectation_of(
+        plan,
+        manifest,
+        frequencies,
+        batch=batch,
+        position_tokens=case.prompt_tokens + case.decode_tokens // 2,
+        prompt_tokens=case.prompt_tokens,
+    )
 
 
 def _peak_bytes(manifest: Manifest, plan: Plan, case: Case, batch: int) -> int:

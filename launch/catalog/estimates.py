@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from neuronpipe.launch.formats import show_bytes, show_min_bytes
 from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.search import Subject, quick_plan
 from neuronpipe.launch.planning.shapes import no_activity
-from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.speed_range import speed_ranges
-from neuronpipe.plans.cost.token_time import expected
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.inspect import parameters
 from neuronpipe.plans.package.manifest import Manifest
@@ -20,7 +17,7 @@ from neuronpipe.plans.plan.document import Expected, Mode, Plan, SpeedRange
 from neuronpipe.plans.planner.candidates import USUAL
 from neuronpipe.plans.planner.default_sizes import MIN_CONTEXT_TOKENS
 from neuronpipe.plans.planner.plan_options import LimitTooSmall
-from neuronpipe.plans.planner.planned_range import are_plan_misses_assumed
+from neuronpipe.plans.planner.planned_range import are_plan_misses_assumed, expectation_of
 from neuronpipe.plans.pull.catalog import CatalogModel
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -170,23 +167,16 @@ def estimate(
 
 def _usual_request(plan: Plan, manifest: Manifest, device: Device) -> tuple[Expected, SpeedRange | None]:
     """Return what a plan expects of the usual request, and the range of its tokens/s; None if that is not known."""
-    request = functools.partial(
-        expected,
-        manifest,
-        rates(manifest, plan.compute.mode, None),
-        plan.compute,
-        plan.memory,
-        plan.flash,
-        position_tokens=PROMPT_TOKENS + ANSWER_TOKENS // 2,
-        prompt_tokens=PROMPT_TOKENS,
+    request = expectation_of(
+        plan, manifest, None, position_tokens=PROMPT_TOKENS + ANSWER_TOKENS // 2, prompt_tokens=PROMPT_TOKENS
     )
     measured = device.flash, device.memory_speed, device.profile
     ranges = speed_ranges(
-        lambda facts: {"tokens_per_s": request(*facts).tokens_per_s},
+        lambda facts: {"tokens_per_s": request(facts).tokens_per_s},
         measured,
         are_misses_assumed=are_plan_misses_assumed(plan, manifest),
     )
-    return request(*measured), ranges["tokens_per_s"][0] if "tokens_per_s" in ranges else None
+    return request(measured), ranges["tokens_per_s"][0] if "tokens_per_s" in ranges else None
 
 
 def _mode_problem(manifest: Manifest, mode: Mode) -> str | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import mmap
 import statistics
 import time
@@ -132,7 +133,7 @@ def kernel_cases_of_all(manifests: Iterable[Manifest]) -> tuple[Case, ...]:
     """Return the cases of the kernels that dominate exact runs of these packages, with rows of SHARED_ROW_WEIGHTS, and
     that of the attention of prompts."""
     cases: dict[Case, None] = {}
-    for case in (case for manifest in manifests for case in kernel_cases(manifest)):
+    for case in itertools.chain.from_iterable(map(kernel_cases, manifests)):
         shared = dataclasses.replace(case, amount=max(case.amount, SHARES[-1]))
         if case.quantization == "f16":
             cases[shared] = None

@@ -58,7 +58,8 @@ def probe(
     user has a home. Raises UserError if flash cannot be read.
 
     brief: use the device profile if it is valid, else cached measurements, else measure briefly (0.2 s for flash, 1 s
-        for memory and the package's kernels). False: measure longer (1 s for flash, 3 s for the rest)
+        for memory and the package's kernels, 3 s with those of the whole catalog). False: measure longer (1 s for
+        flash, 3 s for the rest)
     cases: kernels to measure unless there is a device profile; None: those of the package
     say: receives a line when something was measured again
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
@@ -10,7 +11,7 @@ from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.speed_range import Speeds, are_misses_assumed, is_brief, range_reason, speed_ranges
 from neuronpipe.plans.cost.token_time import Measurements, expected
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.document import Plan
+from neuronpipe.plans.plan.document import Expected, Plan
 
 SPEEDS = ("tokens_per_s", "prefill_tokens_per_s")
 
@@ -21,11 +22,11 @@ def with_ranges(plan: Plan, manifest: Manifest, frequencies: AccessFrequencies |
 
     measured: the measurements that the plan was made from
     """
-    plan_rates = rates(manifest, plan.compute.mode, frequencies)
+    expectation = expectation_of(plan, manifest, frequencies)
 
     def speeds(facts: Measurements) -> Speeds:
-        expectation = expected(manifest, plan_rates, plan.compute, plan.memory, plan.flash, *facts)
-        return {name: getattr(expectation, name) for name in SPEEDS}
+        expected_figures = expectation(facts)
+        return {name: getattr(expected_figures, name) for name in SPEEDS}
 
     ranges = speed_ranges(speeds, measured, are_misses_assumed=are_plan_misses_assumed(plan, manifest))
     changes: dict[str, Any] = {f"{name}_range": speed_range for name, (speed_range, _) in ranges.items()}
@@ -33,6 +34,25 @@ def with_ranges(plan: Plan, manifest: Manifest, frequencies: AccessFrequencies |
     if "tokens_per_s" in ranges:
         reasons += (range_reason(*ranges["tokens_per_s"], is_brief=is_brief(measured)),)
     return dataclasses.replace(plan, expected=dataclasses.replace(plan.expected, **changes), reasons=reasons)
+
+
+def expectation_of(
+    plan: Plan,
+    manifest: Manifest,
+    frequencies: AccessFrequencies | None,
+    *,
+    batch: int = 1,
+    position_tokens: int | None = None,
+    prompt_tokens: int | None = None,
+) -> Callable[[Measurements], Expected]:
+    """Return a function from measurements of a device to what a plan expects there; parameters as in `expected`."""
+    plan_rates = rates(manifest, plan.compute.mode, frequencies)
+
+    def expectation(facts: Measurements) -> Expected:
+        where: dict[str, Any] = {"batch": batch, "position_tokens": position_tokens, "prompt_tokens": prompt_tokens}
+        return expected(manifest, plan_rates, plan.compute, plan.memory, plan.flash, *facts, **where)
+
+    return expectation
 
 
 def are_plan_misses_assumed(plan: Plan, manifest: Manifest) -> bool:
