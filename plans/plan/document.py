@@ -108,7 +108,7 @@ class Compute:
     held_blocks: tuple[int, ...] = ()
     held_matrices: tuple[str, ...] = ()  # whole offloaded matrices, some of MATRICES (offloaded_blocks.py)
     device_shares_memory: bool = False  # offloaded weights lie in this machine's memory
-    state_slots: int = 0  # recurrent states: two of each sequence, and snapshots
+    state_slots: int = 0  # recurrent states: two of each sequence, one of each drafted token, snapshots
     device_name: str = ""  # the accelerator's device, as its driver names it; empty without one
     draft_tokens: Annotated[int, Range(0, MAX_DRAFT_TOKENS)] = 0  # maximum of drafted tokens in a decode step
     embedding_on_flash: bool = False  # True: a token's row of the embedding is read when a step needs it

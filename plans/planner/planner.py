@@ -102,8 +102,8 @@ def _as_baseline(options: PlanOptions) -> PlanOptions:
     return dataclasses.replace(options, mode="predicted", without=frozenset({"bundle", "pipeline", "prefetch"}))
 
 
-MAX_SNAPSHOTS = 8  # of recurrent states
-SNAPSHOT_SHARE = 1 / 16  # of the memory limit that they take at most
+MIN_SNAPSHOTS, MAX_SNAPSHOTS = 3, 8  # of recurrent states; with fewer there are no drafted tokens
+FURTHER_STATES_SHARE = 1 / 16  # of the memory limit, for states besides two of each sequence: of drafts, and snapshots
 
 
 @frozen
@@ -147,22 +147,26 @@ class _PlanBuilder:
             accelerator_backend=backend_of(ACCELERATOR, device.processes),
         )
         self._limit_bytes = int(device.memory_bytes if options.memory_bytes is None else options.memory_bytes)
+        draft_tokens = 0 if device.accelerator is not None or "drafts" in options.without else MAX_DRAFT_TOKENS
         if manifest.model.is_recurrent:
-            self._shape = dataclasses.replace(self._shape, state_slots=self._state_slots())
+            self._shape = self._shape_with_states(draft_tokens)
+        else:
+            self._shape = dataclasses.replace(self._shape, draft_tokens=draft_tokens)
         if device.accelerator is not None:
             self._shape = self._offload_shape(device.accelerator)
-        elif not manifest.model.is_recurrent and "drafts" not in options.without:
-            self._shape = dataclasses.replace(self._shape, draft_tokens=MAX_DRAFT_TOKENS)
         self._rates = rates(manifest, self._shape.mode, frequencies)
         self._usable_bytes = trusted_bytes(manifest, self._shape, self._limit_bytes)
         self._min_slots_bytes = budgets.min_slots_bytes(workers)
         self._ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
 
-    def _state_slots(self) -> int:
-        """Return the number of slots for recurrent states: two for each sequence, and a few snapshots."""
+    def _shape_with_states(self, draft_tokens: int) -> RunShape:
+        """Return the shape with slots for recurrent states, and with this many drafted tokens if memory allows."""
         state_bytes = STATE_ELEMENT_BYTES * self._manifest.model.all_state_elements
-        snapshots = int(SNAPSHOT_SHARE * self._limit_bytes // state_bytes)
-        return STATES_PER_SEQUENCE * self._options.sequences + min(MAX_SNAPSHOTS, snapshots)
+        room = int(FURTHER_STATES_SHARE * self._limit_bytes // state_bytes)
+        draft_tokens = draft_tokens if room >= draft_tokens + MIN_SNAPSHOTS else 0
+        further = draft_tokens + min(MAX_SNAPSHOTS, room - draft_tokens)
+        slots = STATES_PER_SEQUENCE * self._options.sequences + further
+        return dataclasses.replace(self._shape, state_slots=slots, draft_tokens=draft_tokens)
 
     def _offload_shape(self, accelerator: Accelerator) -> RunShape:
         """Return the shape with the requested offloaded blocks and matrices, or those that the device has room for."""

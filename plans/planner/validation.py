@@ -37,6 +37,7 @@ from neuronpipe.plans.plan.pinned_clusters import read_counts
 from neuronpipe.plans.plan.runtime_memory import runtime_of
 from neuronpipe.plans.plan.segment_sizes import (
     PARTIAL_TOKENS,
+    STATES_PER_SEQUENCE,
     RunShape,
     embedding_flash_bytes,
     open_clusters,
@@ -155,8 +156,12 @@ class _Check:
         step_tokens = RunShape.of(compute).step_tokens
         if compute.logit_rows < step_tokens:
             self._fail("compute.logit_rows", f"{compute.logit_rows} are too few for steps of {step_tokens} tokens")
-        if compute.draft_tokens and self._manifest.model.is_recurrent:
-            self._fail("compute.draft_tokens", "must be 0: recurrent states cannot go back behind refused drafts")
+        min_slots = STATES_PER_SEQUENCE * compute.sequences + compute.draft_tokens
+        if self._manifest.model.is_recurrent and compute.state_slots < min_slots:
+            self._fail(
+                "compute.state_slots",
+                f"{compute.state_slots} are too few: a sequence needs two, and a drafted token one",
+            )
         if compute.embedding_on_flash and not embedding_flash_bytes(self._manifest):
             self._fail("compute.embedding_on_flash", "must be false: the embedding of this package stays in memory")
         if compute.draft_tokens and compute.held_blocks:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.reference.engine import ReferenceEngine
+from neuronpipe.protocol.messages.client import Token
+from neuronpipe.protocol.messages.request import Bias
 
 from tests.conformance.checkpoints import RECIPES, tokens, write_checkpoint
 from tests.pipeline import Shell
@@ -90,6 +92,28 @@ def test_kills_change_no_token(role: str, name: str, shell: Shell, converted: Co
                 assert [answer["token_ids"] for answer in answers] == expected
             again = [run.ask(one, 60, share_prefix=True)["token_ids"] for one in prompts]
             assert again == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_change_no_token(kind: str, shell: Shell, converted: Converted) -> None:
+    """Texts of two different tokens repeat themselves, and change: then drafted tokens are refused, and the text goes
+    on from the state after those that are accepted."""
+    package, prompt = converted(kind, "f16"), tokens(RECIPES[kind], 20)
+    few = tuple(Bias(token=token, bias=80.0) for token in (5, 6))
+    options = {"logit_bias": few, "temperature": 2.0, "seed": 3, "frequency_penalty": 0.5}
+
+    def kill_in_the_middle(token: Token) -> None:
+        if token.index == 45:
+            os.kill(run.pid("decode"), signal.SIGKILL)
+
+    with shell.up(package.path, "--workers", "2") as run:
+        single = run.ask(prompt, 90, draft=False, **options)
+        drafted = run.ask(prompt, 90, seen=kill_in_the_middle, **options)
+        assert drafted["token_ids"] == single["token_ids"]
+        assert 0 < drafted["accepted_tokens"] < drafted["drafted_tokens"]
+        turn = [*prompt, *drafted["token_ids"], 11, 12]
+        again = run.ask(turn, MAX_TOKENS, share_prefix=True)
+        assert again["token_ids"] == run.ask(turn, MAX_TOKENS, share_prefix=False)["token_ids"]
 
 
 def test_its_checkpoint_is_converted_and_run_by_two_commands(shell: Shell, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.loader import Hasten, Restore, Save
 from neuronpipe.protocol.messages.request import Cancel, Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.coordinator.scheduling import prompt_cache, requests, steps
+from neuronpipe.services.coordinator.scheduling import drafts, prompt_cache, requests, steps
 from neuronpipe.services.coordinator.scheduling.events import (
     EpochChanged,
     PrefixRestored,
@@ -31,17 +31,32 @@ from neuronpipe.services.coordinator.scheduling.recurrent_states import NO_STATE
 
 from tests.unit.test_coordinator_core import NUMERICS, make_scheduler, participants_of, receive
 
-SEQUENCES, SNAPSHOTS, CONTEXT = 3, 2, 40
+SEQUENCES, SNAPSHOTS, DRAFTED, CONTEXT = 3, 2, 3, 48
 CPU = "cpu:avx2"
 LOADER = ("loader", 0)
 BLOCKS, SEEDS = 20, 600  # of short runs: 12,000
-HAPPENS = ("shared", "forked", "cancelled", "evicted", "forgotten", "restored", "killed", "loader killed")
+HAPPENS = (
+    "shared",
+    "forked",
+    "cancelled",
+    "evicted",
+    "forgotten",
+    "restored",
+    "killed",
+    "loader killed",
+    "drafted",
+    "accepted",
+)
 GARBAGE = -1  # what a loader that was killed has written of a prompt
 
 
 def next_token(tokens: tuple[int, ...], seed: int) -> int:
-    """What a model says after these tokens: any other text, and any other seed, would go on otherwise."""
-    return 97 + zlib.crc32(bytes((*tokens, seed))) % 3
+    """What a model says after these tokens: any other text, and any other seed, would go on otherwise.
+
+    Most texts repeat themselves for a while.
+    """
+    draw = zlib.crc32(bytes((*tokens, seed)))
+    return tokens[-3] if draw % 8 and len(tokens) > 2 else 97 + draw // 8 % 3
 
 
 def expected_text(prompt: str, max_tokens: int, seed: int) -> str:
@@ -58,14 +73,20 @@ class Machine:
     """
 
     def __init__(
-        self, seed: int, sequences: int = SEQUENCES, snapshots: int = SNAPSHOTS, prefill_chunk_tokens: int = 4
+        self,
+        seed: int,
+        sequences: int = SEQUENCES,
+        snapshots: int = SNAPSHOTS,
+        prefill_chunk_tokens: int = 4,
+        draft_tokens: int = DRAFTED,
     ) -> None:
         self.random = random.Random(seed)
-        self.state_slots, self.own_states = 2 * sequences + snapshots, 2 * sequences
+        self.state_slots, self.own_states = 2 * sequences + draft_tokens + snapshots, 2 * sequences
         self.scheduler = make_scheduler(
             sequences=sequences,
             context_tokens=CONTEXT,
-            logit_rows=sequences,
+            logit_rows=max(sequences, 1 + draft_tokens),
+            draft_tokens=draft_tokens,
             state_slots=self.state_slots,
             prefill_chunk_tokens=prefill_chunk_tokens,
         )
@@ -75,6 +96,7 @@ class Machine:
         self.sampling: list[SampleTokens] = []
         self.rows: list[tuple[int, ...]] = []
         self.requests: dict[str, tuple[str, int, int]] = {}
+        self.conversations: list[str] = []  # that have just had an answer
         self.happened = Counter[str]()
         self.finished, self.cached, self.restored, self.now, self.epoch = 0, 0, 0, 0.0, 0
         self.disk: set[tuple[int, ...]] = set()  # prefixes whose keys, values and state the prompt cache has
@@ -99,12 +121,16 @@ class Machine:
             assert message.code in ("cancelled", "ended_a_process"), message
             self.happened["cancelled"] += message.code == "cancelled"
         elif isinstance(message, Finished):
-            expected = expected_text(*self.requests.pop(message.request))
+            prompt, *rest = self.requests.pop(message.request)
+            expected = expected_text(prompt, *rest)
+            self.conversations = [*self.conversations, prompt + message.text][-4:]
             assert expected.startswith(message.text)
             assert message.text == expected or message.reason == "cancelled"
             self.finished += 1
             self.cached += message.cached_tokens
             self.happened["cancelled"] += message.reason == "cancelled"
+            self.happened["drafted"] += message.drafted_tokens
+            self.happened["accepted"] += message.accepted_tokens
             self.happened["shared"] += message.cached_tokens > 0
 
     def step(self, source: int, target: int, slot: int, position: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -134,7 +160,11 @@ class Machine:
                 done += count
             self.rows = [seen]
             return
-        assert len({*message.states_from, *message.states_to}) == 2 * len(message.tokens)
+        assert len({*message.states_to} - {*message.states_from[:1]}) == len(message.tokens)
+        if len({*message.sequences}) == len(message.tokens):
+            assert not {*message.states_from} & {*message.states_to}
+        active = {one.state for one in self.scheduler.requests.active}
+        assert not active & {*message.states_to}, "another sequence goes on from this state"
         each = zip(
             message.states_from, message.states_to, message.sequences, message.positions, message.tokens, strict=True
         )
@@ -200,8 +230,11 @@ class Machine:
         begin = self.random.choice([*(prompt for prompt, *_ in earlier), "abcabc", "abcabcabcabc", "cba"])
         if self.random.random() < 0.5:
             begin = (begin + expected_text(begin, self.random.randint(1, 4), 0))[:24] if begin else "a"
-        prompt = begin[: self.random.randint(1, 24)] + "".join(self.random.choices("abc", k=self.random.randint(1, 5)))
-        max_tokens = self.random.randint(1, 6)
+        begin = begin[: self.random.randint(1, 24)]
+        if self.conversations and self.random.random() < 0.4:
+            begin = self.random.choice(self.conversations)[:28]
+        prompt = begin + "".join(self.random.choices("abc", k=self.random.randint(1, 5)))
+        max_tokens = self.random.choice((1, 2, 3, 5, 14))
         for seed in range(self.random.choice((1, 1, 1, 2, 3))):
             name = f"r{self.now}.{seed}"
             self.requests[name] = prompt, max_tokens, seed
@@ -246,10 +279,16 @@ class Machine:
         raise AssertionError(f"these requests do not end: {self.requests}")
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_no_sequence_goes_on_from_a_state_of_another_text(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short prompts be kept on disk, and short texts be drafted."""
     for module in (prompt_cache, requests):
         monkeypatch.setattr(module, "MIN_TOKENS", 3)
+    monkeypatch.setattr(drafts, "ACCEPTANCE_RATE", 0.7)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_sequence_goes_on_from_a_state_of_another_text(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
     machine = Machine(seed)
     for _ in range(4000):
         machine.event()
@@ -257,19 +296,20 @@ def test_no_sequence_goes_on_from_a_state_of_another_text(seed: int, monkeypatch
     assert machine.finished > 100
     assert machine.cached > 100, "nothing was shared: the test tests nothing"
     assert machine.restored > 10, "nothing was restored"
+    assert machine.happened["accepted"] > 20, "nothing was drafted"
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_no_short_run_goes_on_from_a_state_of_another_text(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many short runs, each with its own seed, and numbers of slots and chunk sizes of its own."""
-    for module in (prompt_cache, requests):
-        monkeypatch.setattr(module, "MIN_TOKENS", 3)
+    shorten(monkeypatch)
     happened = Counter[str]()
     for seed in range(block * SEEDS, (block + 1) * SEEDS):
         draw = random.Random(seed)
         monkeypatch.setattr(steps, "STATE_INTERVAL_TOKENS", draw.choice((3, 4, 64)))
-        machine = Machine(seed, draw.randint(1, 4), draw.randint(1, 4), draw.choice((3, 4, 8)))
+        slots = draw.randint(1, 4), draw.randint(1, 4)
+        machine = Machine(seed, *slots, draw.choice((3, 4, 8)), draw.randint(0, 3))
         try:
             for _ in range(draw.randint(60, 200)):
                 machine.event()
@@ -300,6 +340,21 @@ def test_a_step_never_writes_the_slot_that_it_reads() -> None:
     states = States(2, 6)
     assert [states.target(1, source) for source in (NO_STATE, 2, 3, 5)] == [2, 3, 2, 2]
     assert not States(2, 0).are_used
+
+
+def test_a_step_with_drafts_ends_in_a_slot_of_its_sequence() -> None:
+    states = States(2, 9, 3)
+    assert states.draft_targets(1, 2, [2, 5]) == [4, 6, 3]
+    assert states.draft_targets(1, 4, [4]) == [3, 5, 6, 2], "both slots of the sequence are free"
+
+
+def test_a_state_of_drafts_is_reused_until_the_next_drafts_take_its_slot() -> None:
+    states = States(1, 6, 3)
+    states.written(3, [1, 2, 3], CPU)
+    assert states.holds(3, [1, 2, 3], CPU)
+    assert states.snapshot_target([]) == 5, "a prompt takes no slot of drafts"
+    states.overwritten([3])
+    assert not states.holds(3, [1, 2, 3], CPU)
 
 
 def prefill(**fields: Any) -> Prefill:

@@ -171,7 +171,9 @@ class FreeSlots:
         return TakenSlot(slot, *usable_prefix(self._states, tokens, common, content, numerics))
 
     def give_back(self, slot: int, content: SlotContent, now: float) -> None:
-        """Free the slot of a sequence that has ended; its keys and values stay."""
+        """Free the slot of a sequence that has ended; its keys and values stay, and the recurrent state after them."""
+        if len(content.provenance.runs) == 1:
+            self._states.written(content.state, content.tokens, content.provenance.runs[0][1])
         self._contents[slot] = content
         self._used_at_s[slot] = now
 
@@ -182,7 +184,8 @@ class FreeSlots:
     def touch(self, slot: int, now: float) -> None:
         """Mark the content of a slot as used, if the slot is free."""
         if slot in self._contents:
-            self.give_back(slot, self._contents.pop(slot), now)
+            self._contents[slot] = self._contents.pop(slot)
+            self._used_at_s[slot] = now
 
     def forget_unused(self, now: float, held: Mapping[int, int] = NOTHING_HELD) -> None:
         """Empty the slots that no request has used for `FORGET_AFTER_S`, apart from those that are being saved.

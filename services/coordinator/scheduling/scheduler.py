@@ -84,7 +84,7 @@ class Scheduler:
         quarantine: Quarantine | None = None,
     ) -> None:
         self._limits, self.workers = limits, Workers(frozenset(processes))
-        states = States(limits.sequences, limits.state_slots)
+        states = States(limits.sequences, limits.state_slots, limits.draft_tokens)
         self.requests = Requests(limits, tokenizer, constraints, quarantine or Quarantine(), states)
         self._results = Results(limits, tokenizer)
         self._builder = StepBuilder(limits, self.workers, self.requests.prefix_source, states)
@@ -299,9 +299,11 @@ class Scheduler:
             actions += self._restore(numerics)
         if self.requests.client_reads or now < self.throttle.resume_at:
             return actions
-        step = self._builder.next_step(
-            self._unhindered_sequences(), self.epoch, self.requests.prompt_cache.held_states()
-        )
+        read_states = [
+            *(sequence.state for sequence in self.requests.active),
+            *self.requests.prompt_cache.held_states(),
+        ]
+        step = self._builder.next_step(self._unhindered_sequences(), self.epoch, read_states)
         if step is None:
             return actions
         self.throttle.step_begins(now)

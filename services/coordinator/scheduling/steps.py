@@ -142,7 +142,7 @@ class OutstandingStep:
                 sequence.missed_step = True
                 del self.rows[row]
                 continue
-            sequence.advance(position, 1, self.numerics, message.states_to[row] if message.states_to else NO_STATE)
+            sequence.advance(position, 1, self.numerics, self._state_after(row))
             if sequence.last_message is not None:
                 del self.rows[row]
 
@@ -150,7 +150,7 @@ class OutstandingStep:
         """Advance the sequence by its newest token; `accept` advances it by drafted ones."""
         (sequence,) = self.sequences
         assert isinstance(sequence, Generation)
-        sequence.advance(message.positions[0], 1, self.numerics)
+        sequence.advance(message.positions[0], 1, self.numerics, self._state_after(0))
         sequence.drafted_tokens += len(self.drafted)
         if sequence.last_message is not None:
             self.rows = {}
@@ -164,9 +164,15 @@ class OutstandingStep:
         assert isinstance(sequence, Generation)
         if sequence.tokens[-1] != self.drafted[row - 1] or len(sequence.tokens) != sequence.computed_tokens + 1:
             return False
-        sequence.advance(sequence.computed_tokens, 1, self.numerics)
+        sequence.advance(sequence.computed_tokens, 1, self.numerics, self._state_after(row))
         sequence.accepted_tokens += 1
         return True
+
+    def _state_after(self, row: int) -> int:
+        """Return the slot of the recurrent state after the token of this row of a decode step."""
+        message = self.action.message
+        assert isinstance(message, Step)
+        return message.states_to[row] if message.states_to else NO_STATE
 
     def account(self, measured: Cost) -> None:
         """Add the cost of the step to that of every generated sequence in it.
@@ -208,11 +214,11 @@ class StepBuilder:
         self.steps = self.undrafted_step = 0
 
     def next_step(
-        self, sequences: list[Sequence], epoch: int, saved_states: tuple[int, ...] | list[int] = ()
+        self, sequences: list[Sequence], epoch: int, read_states: Iterable[int] = ()
     ) -> OutstandingStep | None:
         """Return the next step for some of these sequences in this epoch; None if none can continue.
 
-        saved_states: state slots that are being saved
+        read_states: state slots that active sequences go on from, and those that are being saved
         """
         decoders, numerics = self._workers.decoders(), self._workers.prefill_numerics
         prefills = [sequence for sequence in sequences if sequence.prefilling]
@@ -223,11 +229,10 @@ class StepBuilder:
         )
         if numerics is not None and prefills and (self._prefill_turn or not decodes):
             self._prefill_turn = False
-            read = [*(sequence.state for sequence in sequences), *saved_states]
-            return self._prefill(prefills[0], epoch, numerics, read, beside_decode=bool(decodes))
+            return self._prefill(prefills[0], epoch, numerics, [*read_states], beside_decode=bool(decodes))
         self._prefill_turn = True
         batch = self._decode_batch(decodes)
-        return self._decode(batch, epoch, decoders) if batch else None
+        return self._decode(batch, epoch, decoders, read_states) if batch else None
 
     def shares(self, participants: Participants, *, sequences: int) -> dict[str, Any]:
         """Return the fields of `Step` that divide the work between participants.
@@ -252,7 +257,7 @@ class StepBuilder:
     def _prefill(
         self, sequence: Sequence, epoch: int, numerics: str, read: list[int], *, beside_decode: bool
     ) -> OutstandingStep:
-        """Return a step for a prompt's next chunk. read: the state slots that sequences go on from"""
+        """Return a step for a prompt's next chunk. read: as `read_states` of `next_step`"""
         first, copy_from, targets = sequence.computed_tokens, None, tuple[int, ...]()
         state, state_to, snapshots = sequence.state, None, dict[int, int]()
         limit_tokens = self._limits.prefill_chunk_tokens
@@ -315,9 +320,18 @@ class StepBuilder:
         aligned = end - end % STATE_INTERVAL_TOKENS
         return aligned if self._states.are_used and first < aligned and end < prompt_tokens else end
 
-    def _decode(self, batch: list[Sequence], epoch: int, participants: Participants) -> OutstandingStep:
+    def _decode(
+        self, batch: list[Sequence], epoch: int, participants: Participants, read: Iterable[int]
+    ) -> OutstandingStep:
         self.steps += 1
         drafted, first = self._drafted(batch), batch[0]
+        states = self.states([(sequence.slot, sequence.state) for sequence in batch])
+        if drafted and states:
+            targets = self._states.draft_targets(first.slot, first.state, read)
+            drafted = drafted[: len(targets) - 1]
+            targets = targets[-1 - len(drafted) :]
+            self._states.overwritten(targets)
+            states = {"states_from": (first.state, *targets[:-1]), "states_to": (*targets,)}
         message = Step(
             step=self.steps,
             epoch=epoch,
@@ -328,7 +342,7 @@ class StepBuilder:
                 *range(first.computed_tokens + 1, first.computed_tokens + 1 + len(drafted)),
             ),
             tokens=(*(sequence.next_token for sequence in batch), *drafted),
-            **self.states([(sequence.slot, sequence.state) for sequence in batch]),
+            **states,
         )
         numerics = self._workers.numerics_of(participants)
         return OutstandingStep(SendStep(participants, message), batch, numerics, self._states, drafted)
@@ -351,7 +365,10 @@ class StepBuilder:
         return self.step_times.best_draft_tokens(sequence.drafter.acceptance, max_tokens)
 
     def states(self, sequences: list[tuple[int, int]]) -> dict[str, Any]:
-        """Return `states_from` and `states_to` of a decode step. sequences: (KV slot, state slot) of each"""
+        """Return `states_from` and `states_to` of a decode step without drafted tokens.
+
+        sequences: (KV slot, state slot) of each
+        """
         if not self._states.are_used:
             return {}
         targets = tuple(self._states.target(slot, state) for slot, state in sequences)
