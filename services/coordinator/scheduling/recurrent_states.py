@@ -68,9 +68,9 @@ class States:
         read: slots that active sequences go on from, which stay
         """
         first, last = STATES_PER_SEQUENCE * kv_slot, self.target(kv_slot, source)
-        own = [slot for slot in range(first, first + STATES_PER_SEQUENCE) if slot not in (source, last)]
-        taken = {source, *read}
-        return [*own, *(slot for slot in self._draft_slots if slot not in taken), last]
+        free_slots = [slot for slot in range(first, first + STATES_PER_SEQUENCE) if slot not in (source, last)]
+        read_slots = {source, *read}
+        return [*free_slots, *(slot for slot in self._draft_slots if slot not in read_slots), last]
 
     def overwritten(self, slots: Iterable[int]) -> None:
         """Note that a step is about to write these slots: they are no snapshots of what they held."""
