@@ -23,6 +23,16 @@ def _size(size_bytes: int) -> str:
 
 def explain(plan: Plan) -> str:
     """Return a plan as lines of text: memory with bars, processes, reads, expectations, reasons."""
+    return f"{_decisions(plan)}\n{expectations(plan)}"
+
+
+def expectations(plan: Plan) -> str:
+    """Return as lines of text what a plan expects, and the reasons for it."""
+    lines = [*_expectation_lines(plan), "", "because", *(f"  - {reason}" for reason in plan.reasons)]
+    return "\n".join(lines) + "\n"
+
+
+def _decisions(plan: Plan) -> str:
     memory, compute = plan.memory, plan.compute
     parts = [
         ("interpreters", memory.interpreters_bytes),
@@ -84,10 +94,7 @@ def explain(plan: Plan) -> str:
         f"  warm-up by {flash.warm_up_reads or 'ordinary'} reads"
         + (f" of {flash.warm_up_read_bytes >> 10} KiB at once" if flash.warm_up_reads else ""),
         f"  prompt cache on disk: {_size(flash.prompt_cache_bytes).strip() if flash.prompt_cache_bytes else 'none'}",
-        "",
-        *_expectation_lines(plan),
     ]
-    lines += ["", "because", *(f"  - {reason}" for reason in plan.reasons)]
     return "\n".join(lines) + "\n"
 
 

@@ -52,6 +52,9 @@ def test_a_wrong_term_is_named_within_two_hundred_tokens_and_corrected_for_the_n
     shown = shell.call("plan", DEMO, *LIMIT).out
     assert "tokens of your own" in shown
     assert "earlier runs, planned -> measured" in shown
+    explained = shell.call("plan", DEMO, *LIMIT, "--explain").out
+    assert explained.startswith("expects  ")
+    assert shown.endswith(explained[explained.index("earlier runs") :])
     assert "runs have counted" in shell.call("inspect", DEMO).out
     plans = [shell.json("plan", DEMO, *LIMIT) for _ in range(2)]
     assert plans[0] == plans[1]

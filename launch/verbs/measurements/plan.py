@@ -1,4 +1,4 @@
-"""`neuronpipe plan [PACKAGE|SHAPE] [--device DEVICE] [-o FILE] [--diff FILE] [--json]`: show a plan and
+"""`neuronpipe plan [PACKAGE|SHAPE] [--device DEVICE] [-o FILE] [--explain | --diff FILE | --json]`: show a plan and
 its alternatives, compare it with another plan, or write it to a file."""
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from neuronpipe.launch.planning.search import Subject
 from neuronpipe.launch.planning.shapes import model_required, no_activity, plan_shape_here
 from neuronpipe.plans.history.history_file import forget_history, read_history
 from neuronpipe.plans.history.history_report import runs_table
+from neuronpipe.plans.history.run_terms import MIN_TOKENS
 from neuronpipe.plans.lab.devices.device_description import caveats, planner_device
 from neuronpipe.plans.lab.devices.device_file import THIS_MACHINE, DeviceModel, read_device
 from neuronpipe.plans.lab.shapes.models import known_models, model_named, shape_named
 from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled_shape, shape_assumptions
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan, read_plan
-from neuronpipe.plans.plan.report import difference, explain
+from neuronpipe.plans.plan.report import difference, expectations, explain
 from neuronpipe.plans.planner import tradeoffs
 from neuronpipe.plans.pull.catalog import catalog, catalog_model
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import to_json
 
-COMMON_OPTIONS = ("package", *planning.COMMON, "target_speed", "device", "output", "diff", "json")
+COMMON_OPTIONS = ("package", *planning.COMMON, "target_speed", "device", "output", "explain", "diff", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to a file for --plan")
     show = parser.add_mutually_exclusive_group()
+    show.add_argument(
+        "--explain",
+        action="store_true",
+        help="show only what the plan expects, why, and what earlier runs were planned and measured at",
+    )
     show.add_argument("--diff", type=Path, metavar="FILE", help="show the differences from the plan in FILE")
     show.add_argument("--json", action="store_true", help="print the plan as JSON")
 
@@ -81,9 +87,14 @@ def main(arguments: argparse.Namespace) -> int:
         runs = [] if history is None else to_json(history).get("runs", [])
         print(json.dumps(json.loads(plan.to_json()) | {"search": alternatives, "earlier_runs": runs}, indent=2))
         return 0
-    print(explain(plan), end="" if alternatives is None else f"\n{tradeoffs.render(alternatives)}")
+    if arguments.explain:
+        print(expectations(plan), end="")
+    else:
+        print(explain(plan), end="" if alternatives is None else f"\n{tradeoffs.render(alternatives)}")
     if history is not None and history.runs:
         print(f"\n{runs_table(history)}", end="")
+    elif arguments.explain and device is None:
+        print(f"\nearlier runs of this package on this device: none; they are compared after {MIN_TOKENS} tokens")
     if device is not None:
         share = plan.memory.slots_bytes / plan.memory.ffn_bytes
         words = ["neuronpipe", "simulate", device, str(path), "--ffn-resident", f"{share:.0%}"]
