@@ -97,6 +97,6 @@ FAMILY = Family(
     },
     gguf={
         "command-r": GGUF,
-        "cohere2": replace(GGUF, full_layer_every=FULL_LAYER_EVERY, unrotated_layer_every=FULL_LAYER_EVERY),
+        "cohere2": replace(GGUF, full_layer_every=FULL_LAYER_EVERY, rotates_full_layers=False, window_tokens=None),
     },
 )

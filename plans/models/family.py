@@ -236,7 +236,8 @@ class GgufArchitecture:
     activation_limit: the field of ModelSpec
     ffn_norm: the name of the feed-forward's norm
     full_layer_every: with windows, each layer of this number has none; 0: all layers have windows
-    window_tokens: the window if a file states none; 0: layers have none then
+    rotates_full_layers: with windows, layers without one are rotated like the others
+    window_tokens: the window if a file states none; 0: layers have none then; None: the file has to state one
     unrotated_layer_every: each layer of this number is not rotated; 0: all are
     has_scales: the file has factors of embeddings, attention scores, additions to the residual stream, and logits
     multiplies_logits: the file has a factor of logits, `logit_scale`
@@ -278,7 +279,8 @@ class GgufArchitecture:
     activation_limit: float = 0.0
     ffn_norm: str = "ffn_norm"
     full_layer_every: int = 0
-    window_tokens: int = 0
+    rotates_full_layers: bool = True
+    window_tokens: int | None = 0
     unrotated_layer_every: int = 0
     has_scales: bool = False
     multiplies_logits: bool = False

@@ -254,6 +254,8 @@ def test_layers_with_windows_have_the_base_that_the_file_states(tmp_path: Path) 
     ("name", "metadata", "why"),
     [
         ("cohere2", {"attention.sliding_window": 9, "rope.freq_base_swa": 300.0}, "freq_base_swa: differs from rope"),
+        ("cohere2", {}, r"cohere2\.attention\.sliding_window: missing"),
+        ("cohere2", {"attention.sliding_window": 0}, r"attention\.sliding_window: 0 is outside 1\.\."),
         ("qwen2", {"attention.causal": False}, "attention.causal: is false"),
         (
             "qwen2",

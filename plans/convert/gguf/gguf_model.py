@@ -219,7 +219,9 @@ def _model(
     key_heads = query_heads
     if not architecture.gemma4_layers:  # there they may differ between layers, and are read later
         key_heads = integer("attention.head_count_kv", 1, MAX.key_heads, query_heads)
-    window_tokens = integer("attention.sliding_window", 0, MAX.context_tokens, architecture.window_tokens)
+    default_window = architecture.window_tokens
+    min_window = 1 if default_window is None else 0
+    window_tokens = integer("attention.sliding_window", min_window, MAX.context_tokens, default_window)
     if metadata.has(f"{name}.attention.causal") and not metadata.boolean(f"{name}.attention.causal"):
         metadata.fail(f"{name}.attention.causal", "is false: attention to later tokens is not supported")
     if architecture.norm == "layer" and inventory.has(norm := "blk.0.attn_q_norm.weight"):
@@ -276,9 +278,9 @@ def _layer_kinds(
     if recurrent is not None:
         return recurrent.kinds(None if mixture is None else mixture.dense_experts)
     if architecture.full_layer_every and window_tokens:
-        every, unrotated = architecture.full_layer_every, architecture.unrotated_layer_every
+        every = architecture.full_layer_every
         windows = [0 if number % every == every - 1 else window_tokens for number in range(layers)]
-        return runs_of(windows, [not unrotated or (number + 1) % unrotated != 0 for number in range(layers)])
+        return runs_of(windows, [window > 0 or architecture.rotates_full_layers for window in windows])
     if every := architecture.unrotated_layer_every:
         return runs_of([window_tokens] * layers, [(number + 1) % every != 0 for number in range(layers)])
     if architecture.router_reads != "layer" or not window_tokens:

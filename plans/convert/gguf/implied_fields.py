@@ -68,11 +68,8 @@ def _theta(metadata: Record, field: str, default: float) -> float:
 
 
 def _require_windows(metadata: Record, name: str, rules: GgufArchitecture, model: ModelSpec) -> None:
-    """Raise UserError if a file lacks the window that its architecture needs, or states windows of other layers or
-    other positions in layers with windows."""
+    """Raise UserError if a file states windows of other layers, or other positions in layers with windows."""
     windows, every = [window > 0 for window in model.windows_tokens], rules.full_layer_every
-    if every and rules.unrotated_layer_every and not any(windows):
-        metadata.fail(f"{name}.attention.sliding_window", "is missing or 0: not supported in this architecture")
     field = f"{name}.attention.sliding_window_pattern"
     if metadata.has(field) and metadata.value(field) not in (windows, every or None):
         expected = f"one layer without a window in {every}" if every else "the windows of this architecture"
