@@ -24,6 +24,9 @@ SAME = {
     "dbrx": "llama-bpe",
     "stablelm2": "qwen2",
     "olmo": "gpt-2",
+    "exaone4": "gpt-2",
+    "hunyuan": "qwen2",
+    "hunyuan-dense": "deepseek-v3",
     "bailingmoe2": "bailingmoe",
 }  # one pattern under two names
 TEXT = "the other side's 1234 stones, and THE end:\n\n    if x >= 10:  return 'naïve' <|end|> 猫"
@@ -99,7 +102,7 @@ def test_digits_stand_alone_as_the_models_own_tokenizers_have_it(pre: str) -> No
 def test_accents_are_joined_to_letters_where_the_models_tokenizers_do_it(pre: str) -> None:
     tokenizer = built(byte_level(pre))
     same = tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids
-    assert same == (pre in ("qwen2", "stablelm2", "qwen35", "command-r", "mpt", "olmo"))
+    assert same == (pre in ("qwen2", "stablelm2", "qwen35", "hunyuan", "command-r", "mpt", "olmo"))
 
 
 def test_begin_and_end_tokens_stand_where_the_file_wants_them() -> None:

@@ -37,11 +37,12 @@ _DEEPSEEK_LETTERS = (
 )
 
 
-def _words(digits: str, marks: str = "") -> str:
+def _words(digits: str, marks: str = "", line_ends: str = r"[\r\n]*") -> str:
     """Return the pattern of Llama 3 and Qwen.
 
     digits: pattern of the digits that stay together
     marks: members of the class of letters that are combining marks
+    line_ends: pattern of what stays with the punctuation before
     """
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}"
@@ -50,7 +51,9 @@ def _words(digits: str, marks: str = "") -> str:
         + digits
         + r"| ?[^\s\p{L}"
         + marks
-        + r"\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        + r"\p{N}]+"
+        + line_ends
+        + r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
@@ -70,15 +73,24 @@ def _words_by_case(digits: str, contraction: str = "", but: str = "", line_ends:
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_DEEPSEEK_3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 SPLITS = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS)),
     "gpt-2": Split((_GPT2,)),
+    "exaone4": Split((_GPT2,)),
     "llama-bpe": Split((_words(r"\p{N}{1,3}"),), whole_words=True, starts=True),
     "dbrx": Split((_words(r"\p{N}{1,3}"),)),
     "qwen2": Split((_words(r"\p{N}"),), composed=True),
+    "hunyuan": Split((_words(r"\p{N}"),), composed=True),  # as its tokenization_hy.py does
     "stablelm2": Split((_words(r"\p{N}"),), composed=True),
     "bailingmoe": Split((_BAILING,)),
     "bailingmoe2": Split((_BAILING,)),
+    "seed-coder": Split((_words(r"\p{N}", line_ends=""),)),
     "qwen35": Split((_words(r"\p{N}", marks=r"\p{M}"),), composed=True),
     "gpt-4o": Split((_words_by_case(r"\p{N}{1,3}", _CONTRACTION),), whole_words=True),
     "tekken": Split((_words_by_case(r"\p{N}"),), whole_words=True, starts=True),
@@ -103,5 +115,7 @@ SPLITS = {
             r"\p{N}+",
         )
     ),
+    "deepseek-v3": Split(_DEEPSEEK_3),
+    "hunyuan-dense": Split(_DEEPSEEK_3),
     "deepseek-coder": Split((_LINE_END, r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")),
 }
