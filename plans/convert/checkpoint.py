@@ -367,7 +367,7 @@ class _Tensors:
         parts = model.expert_counts[number] - first
         if not parts:
             return
-        pattern = self._names.shared if first else self._names.dense
+        pattern, key = (self._names.shared, "") if first else (self._names.dense, "intermediate_size of the ")
         assert pattern is not None
         stems = {
             matrix: pattern.format(matrix) if isinstance(pattern, str) else pattern[matrix]
@@ -380,7 +380,7 @@ class _Tensors:
         if -(-neurons // model.neurons) != parts:
             raise UserError(
                 f"{self._inventory.file(names['up'])}: {safe_name(names['up'])}: has {neurons} neurons, but the "
-                f"configuration needs {(parts - 1) * model.neurons + 1} to {parts * model.neurons}"
+                f"{key}configuration needs {(parts - 1) * model.neurons + 1} to {parts * model.neurons}"
             )
         for matrix, name in names.items():
             rows = 2 * neurons if is_joined else neurons

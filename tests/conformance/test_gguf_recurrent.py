@@ -126,6 +126,12 @@ def test_a_list_of_recurrent_layers_precedes_the_interval(tmp_path: Path) -> Non
         ("kimi linear", {}, ("kda.head_dim",), r"kimi-linear\.kda\.head_dim: "),
         ("kimi linear", {"attention.head_count_kv": 1}, (), r"kimi-linear\.attention\.head_count_kv: is no list of a"),
         ("kimi linear", {"ssm.conv_kernel": 99}, (), r"kimi-linear\.ssm\.conv_kernel: "),
+        (
+            "nemotron-h moe",
+            {"feed_forward_length": [0, 40, 0, 0, 40, 0, 0, 40]},
+            (),
+            r"nemotron_h_moe\.feed_forward_length: is 0 for layer 5, but blk\.5\.ffn_up\.weight is there: not",
+        ),
         ("nemotron-h moe", {"moe_latent_size": 64}, (), r"nemotron_h_moe\.moe_latent_size: experts that read a latent"),
     ],
 )  # fmt: skip

@@ -227,6 +227,11 @@ def kimi(**changes: Any) -> dict[str, Any]:
         ("lfm2", {"conv_bias": True}, "conv_bias: is true"),
         ("nemotron-h", {"hybrid_override_pattern": "M-*X"}, "hybrid_override_pattern"),
         ("nemotron-h", {"mamba_hidden_act": "relu"}, "mamba_hidden_act: 'relu' is not supported"),
+        (
+            "nemotron-h moe",
+            {"intermediate_size": 300},
+            "has 90 neurons, but the intermediate_size of the .* 281 to 320",
+        ),
         ("nemotron-h moe", {"moe_latent_size": 16}, "moe_latent_size"),
         ("nemotron-h", {"use_bias": True}, "use_bias: is true"),
         ("granite hybrid", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),

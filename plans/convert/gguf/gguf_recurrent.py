@@ -119,6 +119,10 @@ def gguf_layers(metadata: Record, name: str, rules: GgufArchitecture, inventory:
     assert rules.recurrent is not None
     count = blocks(metadata, name)
     neurons = _numbers(metadata, f"{name}.{NEURONS}", count, MAX.neurons) if rules.one_part else [0] * count
+    for block in range(count if rules.one_part else 0):
+        # llama.cpp's converter leaves out dense blocks of a mixture.
+        if not neurons[block] and inventory.has(tensor := f"blk.{block}.ffn_up.weight"):
+            metadata.fail(f"{name}.{NEURONS}", f"is 0 for layer {block}, but {tensor} is there: not supported")
     mixers = _mixers(metadata, name, rules, neurons)
     if "attention" not in mixers:
         metadata.fail(f"{name}.{KEY_HEADS}", "no layer has attention: not supported")
