@@ -11,6 +11,7 @@ from neuronpipe.plans.models import (
     cohere,
     deepseek,
     ernie,
+    exaone4,
     falcon,
     gemma,
     gemma4,
@@ -35,6 +36,7 @@ from neuronpipe.plans.models import (
     phi,
     qwen3,
     qwen3_next,
+    seed_oss,
     smallthinker,
     smollm3,
     sparse_llama,
@@ -79,6 +81,8 @@ FAMILIES: Mapping[str, Family] = {
         bailing.FAMILY,
         olmo.FAMILY,
         mistral3.FAMILY,
+        exaone4.FAMILY,
+        seed_oss.FAMILY,
     )
 }
 

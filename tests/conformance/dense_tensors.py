@@ -22,7 +22,12 @@ EXPERT_NAMES = {
     ),
 }  # fmt: skip
 
-HEAD_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+# What a class that norms each head calls these norms, of queries and of keys.
+HEAD_NORMS = {
+    "Qwen3ForCausalLM": ("q_norm", "k_norm"),
+    "Qwen3MoeForCausalLM": ("q_norm", "k_norm"),
+    "HunYuanDenseV1ForCausalLM": ("query_layernorm", "key_layernorm"),
+}
 UNGATED = ("ArceeForCausalLM",)
 
 # Classes that norm the outputs of attention and feed-forward, and the norms of queries and keys that they have.
@@ -31,6 +36,7 @@ NORMED_OUTPUTS = {
     "Gemma3ForCausalLM": "of each head",
     "Olmo2ForCausalLM": "of all heads",
     "Olmo3ForCausalLM": "of all heads",
+    "Exaone4ForCausalLM": "of each head",
 }
 
 
@@ -85,11 +91,10 @@ def llama_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
             yield made(f"{name}.self_attn.{projection}_proj.weight", (rows, width), 1.3 * width**-0.5)
             if recipe.bias:
                 yield made(f"{name}.self_attn.{projection}_proj.bias", (rows,), 0.5)
-        if recipe.architecture in HEAD_NORMED:
-            for projection in ("q", "k"):
-                yield made(f"{name}.self_attn.{projection}_norm.weight", (recipe.head_width,), 0.3, 1.2)
+        for norm in HEAD_NORMS.get(recipe.architecture, ()):
+            yield made(f"{name}.self_attn.{norm}.weight", (recipe.head_width,), 0.3, 1.2)
         yield made(f"{name}.self_attn.o_proj.weight", (width, heads_width), 0.5 * heads_width**-0.5)
-        if recipe.bias and recipe.config.get("attention_bias"):
+        if recipe.bias and recipe.config.get("attention_out_bias", recipe.config.get("attention_bias")):
             yield made(f"{name}.self_attn.o_proj.bias", (width,), 0.3)
         yield made(f"{name}.post_attention_layernorm.weight", (width,), 0.1, 1.0)
         router, expert, (gate, up, down) = EXPERT_NAMES.get(recipe.architecture, ("", "mlp.", GATED))

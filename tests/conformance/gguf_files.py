@@ -100,9 +100,13 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": "qwen2moe",
     "OlmoeForCausalLM": "olmoe",
     "OlmoForCausalLM": "olmo",
+    "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "Exaone4ForCausalLM": "exaone4",
     "MiniMaxM2ForCausalLM": "minimax-m2",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    "SeedOssForCausalLM": "seed_oss",
     "GraniteMoeForCausalLM": "granitemoe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
@@ -404,13 +408,13 @@ def add_tensor(
         return
     if "query_key_value" in name and architecture != "bailingmoe2":
         values = parts_apart(values, recipe)
-    if architecture == "glm4moe":
+    if architecture in ("glm4moe", "seed_oss"):
         name = name.replace("post_attention_layernorm", "post_attention_norm")
     if name.endswith(("shared_expert_gate.weight", "e_score_correction_bias")):
         values = values.reshape(-1)
     if architecture in ("nemotron", "gemma2", "gemma3") and name.endswith("norm.weight"):
         values = values + np.float32(1)
-    named = gguf_name(name, normed=architecture in ("gemma2", "gemma3", "gemma4", "olmo2"))
+    named = gguf_name(name, normed=architecture in ("gemma2", "gemma3", "gemma4", "olmo2", "exaone4"))
     if powerinfer and "ffn_down" in named:
         named, values = named.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)
     is_plain = values.ndim == 1 or named.endswith(".bias") or "ffn_gate_inp" in named  # routers, too

@@ -54,9 +54,13 @@ MODEL_TYPES = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "OlmoeForCausalLM": "olmoe",
     "OlmoForCausalLM": "olmo",
+    "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "Exaone4ForCausalLM": "exaone4",
     "Dots1ForCausalLM": "dots1",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "SeedOssForCausalLM": "seed_oss",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "PhimoeForCausalLM": "phimoe",
     "Phi3ForCausalLM": "phi3",
@@ -629,6 +633,43 @@ RECIPES = {
                 "v_head_dim": 24, "pad_token_id": None, "layer_types": ["full_attention", *["linear_attention"] * 3],
                 "linear_num_heads": 3, "linear_head_dim": 32, "linear_conv_kernel_dim": 4,
             },
+        ),
+        Recipe(
+            "exaone4", "Exaone4ForCausalLM", "silu", 160, 270, 5, 5, 1, 32, vocabulary=389, dtype="BF16", seed=2,
+            config={
+                "sliding_window": 9, "sliding_window_pattern": "LLLG",
+                "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 16.0, "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+                },
+            },
+        ),
+        Recipe(
+            "exaone4 without windows", "Exaone4ForCausalLM", "silu", 96, 150, 3, 4, 2, 48, vocabulary=389,
+            config={
+                "sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 3,
+                "rope_theta": 1_000.0,
+            },
+        ),
+        Recipe(
+            "ernie4_5", "Ernie4_5ForCausalLM", "silu", 96, 200, 3, 4, 1, 40, vocabulary=389, tied=True, dtype="BF16",
+            config={"use_bias": False, "rope_theta": 5_000.0},
+        ),
+        Recipe(
+            "hunyuan dense", "HunYuanDenseV1ForCausalLM", "silu", 128, 270, 3, 4, 2, 48, vocabulary=389, tied=True,
+            dtype="BF16",
+            config={
+                "attention_head_dim": 48, "use_qk_norm": True, "use_cla": False, "attention_bias": False,
+                "rope_scaling": {
+                    "type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                },
+            },
+        ),
+        Recipe(
+            "seed-oss", "SeedOssForCausalLM", "silu", 96, 200, 3, 6, 2, 48, vocabulary=389, bias=True, dtype="BF16",
+            config={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "rope_theta": 5_000.0},
         ),
         Recipe(
             "bailing v2", "BailingMoeV2ForCausalLM", "silu", 96, 64, 4, 4, 1, 32, experts=12, shared=64, dense=(0,),

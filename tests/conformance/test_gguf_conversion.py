@@ -64,7 +64,9 @@ def same_weights(one: Package, other: Package) -> bool:
     return fixed[0] == fixed[1] and one.bundles_path.read_bytes() == other.bundles_path.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["awkward", "qwen2", "relu2", "llama3", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["awkward", "qwen2", "relu2", "llama3", "qwen3", "ernie4_5", "hunyuan dense", "seed-oss"]
+)
 def test_gguf_and_safetensors_give_the_same_package(
     name: str, tmp_path: Path, converted: Callable[[str, str], Package]
 ) -> None:
@@ -139,6 +141,14 @@ NORMED: dict[str, tuple[Recipe, dict[str, Any]]] = {
         {"gemma3.attention.sliding_window": 9},
     ),
     "olmo2": (RECIPES["olmo2"], {}),
+    "exaone4": (
+        RECIPES["exaone4"],
+        {
+            "exaone4.attention.sliding_window": 9,
+            "exaone4.attention.sliding_window_pattern": [True, True, True, False, True],
+        },
+    ),
+    "exaone4 without windows": (RECIPES["exaone4 without windows"], {}),
 }
 
 
@@ -146,7 +156,8 @@ NORMED: dict[str, tuple[Recipe, dict[str, Any]]] = {
 def test_models_that_norm_outputs_are_the_same_package(name: str, tmp_path: Path) -> None:
     """Gemma's norms have their 1 there. The factor of scores, which files lack, is by the number of layers."""
     recipe, metadata = NORMED[name]
-    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata)
+    extra = {"rope_freqs.weight": llama3_factors(recipe)} if name == "exaone4" else {}
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata, extra=extra)
     expected = convert(write_checkpoint(tmp_path / "model", recipe), tmp_path / "e", quantization="q8")
     package = convert(source, tmp_path / "p", quantization="q8")
     assert same_weights(package, expected)
@@ -203,6 +214,11 @@ def test_the_largest_gemmas_have_another_factor_of_scores(name: str, layers: int
             "pattern: dif",
         ),
         ("olmo2", {"olmo2.attention.sliding_window_pattern": [True, True, False]}, "sliding_window_pattern: differs"),
+        (
+            "exaone4",
+            {"exaone4.attention.sliding_window": 9, "exaone4.attention.sliding_window_pattern": [True] * 5},
+            "sliding_window_pattern: differs",
+        ),
     ],
 )
 def test_windows_of_other_layers_are_refused(name: str, metadata: dict[str, Any], why: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures of many families: every mechanism of their routers, shared experts and attention counts."""
+"""Mixtures of many families, and dense models of their makers: each mechanism of router, experts, attention counts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.reference.engine import ReferenceEngine
 
-from tests.conformance.checkpoints import RECIPES, tokens
+from tests.conformance.checkpoints import RECIPES, tokens, write_checkpoint
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "logits.npz")
 PLAIN_ROUTER: dict[str, Any] = {"router": "softmax", "router_jitter": 0.0}
@@ -36,6 +37,9 @@ ABLATIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("minimax-m2", "the bias that chooses"): {"choosing_bias": False},
     ("hunyuan moe", "norms after rotation"): {"norm_after_rotation": False},
     ("hunyuan moe", "shared experts"): {"shared_experts": 0},
+    ("hunyuan dense", "norms of heads"): {"head_norm": False, "norm_after_rotation": False},
+    ("hunyuan dense", "norms after rotation"): {"norm_after_rotation": False},
+    ("seed-oss", "biases of queries, keys and values"): {"qkv_bias": False},
     ("phimoe", "sparsemixer"): PLAIN_ROUTER,
     ("phimoe", "experts that are near"): {"router_jitter": 0.0},
     ("phimoe", "biases of logits"): {"logit_bias": False},
@@ -59,3 +63,12 @@ def test_logits_without_a_mechanism_are_others(
     engine._model = dataclasses.replace(engine._model, **ABLATIONS[name, mechanism])
     logits = engine.run(tokens(RECIPES[name])).logits
     assert np.abs(logits - GOLDEN[name]).max() > 0.05 * GOLDEN[name].std()
+
+
+def test_an_ernie_read_as_a_llama_has_other_logits(tmp_path: Path) -> None:
+    """Only the pairs that rotate differ."""
+    source = write_checkpoint(tmp_path / "model", RECIPES["ernie4_5"])
+    path = source / "config.json"
+    path.write_text(path.read_text().replace("Ernie4_5ForCausalLM", "LlamaForCausalLM"))
+    logits = ReferenceEngine(convert(source, tmp_path / "package", quantization="f16")).run(tokens(RECIPES["ernie4_5"]))
+    assert np.abs(logits.logits - GOLDEN["ernie4_5"]).max() > 0.05 * GOLDEN["ernie4_5"].std()

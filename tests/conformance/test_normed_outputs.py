@@ -1,4 +1,4 @@
-"""Gemma and OLMo: each of their mechanisms counts, and checkpoints with a vision tower are read without it."""
+"""Gemma, OLMo and EXAONE: each of their mechanisms counts, and checkpoints with a vision tower are read without it."""
 
 from __future__ import annotations
 
@@ -73,6 +73,10 @@ ABLATIONS: dict[tuple[str, str], Changes] = {
     ("gemma4 moe", "layer scalars"): _fields(layer_scales=False),
     ("gemma4 moe", "windows"): _kinds(window_tokens=0),
     ("olmo2", "norms of all heads"): _fields(joint_norm=False),
+    ("exaone4", "norms of heads"): _fields(head_norm=False),
+    ("exaone4", "windows"): _kinds(window_tokens=0),
+    ("exaone4", "layers without rotation"): _kinds(rotary=True),
+    ("exaone4 without windows", "rotation"): _kinds(rotary=False),
     ("olmo3", "the table of layers with windows"): _kinds(local_positions=False),
     ("olmo3", "the factor of scores of layers without windows"): _fields(attention_scale=1.0),
     ("olmo3", "the factor of scores of layers with windows"): lambda model: {
@@ -141,7 +145,7 @@ def test_heads_may_be_stated_by_the_number_of_a_layer(tmp_path: Path, converted:
         open_checkpoint(source, Options())
 
 
-@pytest.mark.parametrize("name", ["olmo2", "olmo3", "gemma3", "gemma4", "gemma4 moe"])
+@pytest.mark.parametrize("name", ["olmo2", "olmo3", "gemma3", "gemma4", "gemma4 moe", "exaone4"])
 def test_logits_without_norms_of_outputs_are_others(name: str, converted: Callable[[str, str], Package]) -> None:
     engine = ReferenceEngine(converted(name, "f16"))
     engine._output = lambda norm, change: change  # type: ignore[method-assign]
@@ -184,7 +188,12 @@ def test_a_language_model_beside_a_vision_tower_is_read_alone(
 
 
 def test_layers_of_a_kind_have_its_window(tmp_path: Path) -> None:
-    for name, windows in (("gemma2", (9, 0, 9)), ("gemma3", (9, 9, 0, 9)), ("olmo3", (9, 9, 9, 0, 9))):
+    for name, windows in (
+        ("gemma2", (9, 0, 9)),
+        ("gemma3", (9, 9, 0, 9)),
+        ("olmo3", (9, 9, 9, 0, 9)),
+        ("exaone4", (9, 9, 9, 0, 9)),
+    ):
         source = write_checkpoint(tmp_path / name, RECIPES[name])
         with open_checkpoint(source, Options()) as checkpoint:
             assert checkpoint.model.windows_tokens == windows
@@ -210,6 +219,7 @@ def test_layers_of_a_kind_have_its_window(tmp_path: Path) -> None:
         ("gemma4", {"rope_parameters": None}, "rope_parameters: is null"),
         ("gemma4 moe", {"num_experts": None}, "num_experts: expected"),
         ("gemma4 moe", {"attention_bias": True}, "attention_bias: is true"),
+        ("exaone4", {"layer_types": None}, "sliding_window_pattern: expected a whole number"),
         ("olmo3", {"rope_parameters": None}, "rope_theta: does not say which base"),
     ],
 )

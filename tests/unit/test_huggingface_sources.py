@@ -85,8 +85,12 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
         "OlmoConfig",
         "Ministral3Config",
         "MiniMaxM2Config",
+        "Ernie4_5Config",
         "Ernie4_5_MoeConfig",
+        "Exaone4Config",
+        "HunYuanDenseV1Config",
         "HunYuanMoEV1Config",
+        "SeedOssConfig",
         "PhimoeConfig",
         "Phi3Config",
         "GraniteMoeConfig",
@@ -108,7 +112,10 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
 )
 def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:
     ours, *others = (one.defaults for one in ARCHITECTURES.values() if one.config_class == owner)
-    assert others in ([], [ours])  # Gemma 3 and 4 alone and beside a vision tower; Phi-3.5-MoE under two names
+    assert others in (
+        [],
+        [ours],
+    )  # Gemma 3 and 4 alone and beside a vision tower; Phi-3.5-MoE and ERNIE under two names
     theirs = {"head_dim": None, **GOLDEN_DEFAULTS[owner]}  # Qwen2's class leaves it to modeling_qwen2.py, which agrees
     if owner in ("GptOssConfig", "Ministral3Config"):
         theirs["rope_parameters"] = ours["rope_parameters"]  # __post_init__ fills them in
