@@ -10,7 +10,7 @@ import mmap
 import random
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,7 @@ class Neurons:
         self.blocks = clusters // self._layout.block_clusters
         self._start = {"trigger": start, "value": start + clusters * self._slot_bytes["trigger"]}
         self._one_neuron_slots = self._layout.cluster_neurons == 1
+        self._shuffled: dict[int, array[int]] = {}
 
     def whole_block(self, block: int) -> range:
         """Return the numbers of all neurons of a block."""
@@ -135,23 +136,20 @@ class Neurons:
         The neurons are the same for the same arguments, and different in each of 1 / share turns.
         """
         count = max(1, round(share * self.block_neurons))
-        shuffled = random.Random(block).sample(self.whole_block(block), self.block_neurons)
+        if (shuffled := self._shuffled.get(block)) is None:
+            neurons = random.Random(block).sample(self.whole_block(block), self.block_neurons)
+            shuffled = self._shuffled[block] = array("Q", neurons)  # of 8 bytes a neuron, for all turns and cases
         return sorted(shuffled[turn * count : (turn + 1) * count])
 
-    def rows(self, matrix: int, neurons: Iterable[int]) -> Rows:
+    def rows(self, matrix: int, neurons: Sequence[int]) -> Rows:
         """Return the rows of these neurons in a matrix (0: Gate, 1: Up, 2: Down).
 
         As in the engine, Up rows prefetch Down rows, and rows of Gate a whole slot if it has one neuron.
         """
-        place, per_cluster = self._layout.matrices[matrix], self._layout.cluster_neurons
-        quant_bytes_per_row = self._trigger_quant_bytes if matrix == 0 else self._quant_bytes
-        down = self._layout.matrices[2]
-        quants, scales, prefetched = array("Q"), array("Q"), array("Q")
-        for neuron in neurons:
-            cluster, row = divmod(neuron, per_cluster)
-            quants.append(self._slot(place.part, cluster) + place.quants + row * quant_bytes_per_row)
-            scales.append(self._slot(place.scales_part, cluster) + place.scales + row * self._scale_bytes)
-            prefetched.append(self._slot(down.part, cluster) + down.quants + row * self._quant_bytes)
+        place, down = self._layout.matrices[matrix], self._layout.matrices[2]
+        quants = self._addresses(neurons, place.part, place.quants, self._quants_bytes_of(matrix))
+        scales = self._addresses(neurons, place.scales_part, place.scales, self._scale_bytes)
+        prefetched = self._addresses(neurons, down.part, down.quants, self._quant_bytes) if matrix == 1 else array("Q")
         fetch = ffi.new(
             "np_fetch *",
             {
@@ -163,8 +161,19 @@ class Neurons:
         type_ = self.trigger_type if matrix == 0 else self.type
         return Rows(type_, _pointers(quants), _pointers(scales), len(quants), fetch, (quants, scales, prefetched))
 
-    def _slot(self, part: str, cluster: int) -> int:
-        return self._start[part] + cluster * self._slot_bytes[part]
+    def _quants_bytes_of(self, matrix: int) -> int:
+        return self._trigger_quant_bytes if matrix == 0 else self._quant_bytes
+
+    def _addresses(self, neurons: Sequence[int], part: str, offset: int, row_bytes: int) -> array[int]:
+        """Return where the rows of these neurons lie: at `offset` in the slots of their clusters, one behind the other.
+
+        A profile needs millions of them, hence an expression without calls.
+        """
+        first, slot_bytes = self._start[part] + offset, self._slot_bytes[part]
+        per_cluster = self._layout.cluster_neurons
+        if per_cluster == 1:
+            return array("Q", [first + neuron * slot_bytes for neuron in neurons])
+        return array("Q", [first + n // per_cluster * slot_bytes + n % per_cluster * row_bytes for n in neurons])
 
 
 def _pointers(addresses: array[int]) -> Any:
