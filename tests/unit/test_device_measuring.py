@@ -16,7 +16,7 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.native import ffi
 from neuronpipe.plans.device.measured_points import CoreClass, DecodePoint
 from neuronpipe.plans.device.profile import parse_profile
-from neuronpipe.plans.measure import benchmark_processes, kernel_speed
+from neuronpipe.plans.measure import benchmark_processes, benchmark_slots, kernel_speed
 from neuronpipe.plans.measure import flash_reads as flash
 from neuronpipe.plans.measure import machine_load as busy
 from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, measure_together
@@ -31,6 +31,14 @@ from neuronpipe.protocol.errors import UserError
 from tests.unit.test_cost import mixed_manifest
 
 MIB = 1 << 20
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much memory for kernels as their workers need: more takes time to fill, and is there for exact figures."""
+    needed = (os.cpu_count() or 1) * benchmark_slots.WORKER_BYTES
+    unit = benchmark_slots.MIN_BYTES
+    monkeypatch.setattr(benchmark_slots, "MAX_BYTES", -(-needed // unit) * unit)
 
 
 def test_benchmark_processes_measure_in_step_and_on_its_cores() -> None:
@@ -196,6 +204,7 @@ def test_reads_stay_within_their_range_and_follow_each_other(tmp_path: Path, mon
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("little_memory")
 def test_once_through_everything_with_little_of_each(tmp_path: Path) -> None:
     (tmp_path / "bundles.bin").write_bytes(os.urandom(4 * MIB))
     shapes = all_cases((("q4", 2048),))
@@ -241,6 +250,7 @@ def test_a_profile_has_the_kernels_of_each_matrix_of_its_package(is_whole: bool)
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("little_memory")
 def test_flash_alone_is_measured_again_and_the_rest_stays(tmp_path: Path) -> None:
     effort = Effort(rounds=1, flash_rounds=1, pace=0.01, kernels=all_cases((("q4", 2048),))[:1])
     before = measure_profile(tmp_path, effort=effort)
@@ -255,7 +265,8 @@ def test_flash_alone_is_measured_again_and_the_rest_stays(tmp_path: Path) -> Non
     assert dataclasses.replace(after, flash=None, busy=before.busy) == before
 
 
-def test_without_a_package_there_is_all_but_flash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("little_memory")
+def test_without_a_package_there_is_all_but_flash(tmp_path: Path) -> None:
     effort = Effort(rounds=1, flash_rounds=1, pace=0.01, kernels=all_cases((("q4", 2048),))[:1])
     profile = measure_profile(tmp_path, effort=effort)
     assert profile.flash is None
