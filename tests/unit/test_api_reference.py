@@ -15,6 +15,12 @@ from neuronpipe.services.gateway.openapi_description import openapi_document
 
 GATEWAY = Path(api_reference.__file__).resolve().parent
 RAISED = re.compile(r"ApiError\(\s*(?P<status>\d{3}),\s*\"(?P<code>\w+)\"|unavailable\(\s*\"(?P<unavailable>\w+)\"")
+TEXT = functools.cache(api_reference.text)  # it takes seconds
+
+
+@pytest.fixture(autouse=True)
+def text_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_reference, "text", TEXT)
 
 
 def test_the_reference_is_current() -> None:
@@ -25,7 +31,6 @@ def test_an_outdated_reference_is_noticed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(api_reference, "PATH", tmp_path / "api.md")
-    monkeypatch.setattr(api_reference, "text", functools.cache(api_reference.text))
     (tmp_path / "api.md").write_text("old")
     assert api_reference.main([]) == 1
     assert api_reference.COMMAND in capsys.readouterr().err

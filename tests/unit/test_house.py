@@ -34,17 +34,8 @@ def module_name(path: Path) -> str:
 
 def imported(path: Path, modules: set[str]) -> set[str]:
     """Modules of ours that a file imports when it is loaded itself: not those that a function imports later."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
     found = set()
-    for node in tree.body:
-        if id(node) in typing_only:
-            continue
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:  # so none that is below `if TYPE_CHECKING:` either
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

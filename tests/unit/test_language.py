@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -79,13 +80,35 @@ def sources() -> list[Path]:
     return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def assigned_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """The names that a module gives to values: in assignments, loops, `with`, comprehensions and parameters."""
-    for node in ast.walk(tree):
+class Definition(NamedTuple):
+    """A function or class of a module, or the module itself, which has no name."""
+
+    name: str
+    line: int
+    docstring: str
+
+
+class Source(NamedTuple):
+    """The names that a module gives to values, with their lines: in assignments, loops, `with`, comprehensions and
+    parameters; and its definitions."""
+
+    assigned: list[tuple[str, int]]
+    definitions: list[Definition]
+
+
+@cache
+def parsed(path: Path) -> Source:
+    """Each file is read once for all tests: to read them all takes seconds."""
+    source = Source([], [])
+    for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id, node.lineno
+            source.assigned.append((node.id, node.lineno))
         elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
-            yield node.arg, node.lineno
+            source.assigned.append((node.arg, node.lineno))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            name, line = getattr(node, "name", ""), getattr(node, "lineno", 1)
+            source.definitions.append(Definition(name, line, ast.get_docstring(node) or ""))
+    return source
 
 
 def is_vague(name: str) -> bool:
@@ -94,7 +117,7 @@ def is_vague(name: str) -> bool:
 
 def vague_names(path: Path) -> tuple[list[str], int]:
     """The vague names of a file, as `file:line: name`, and how many names it gives."""
-    names = list(assigned_names(ast.parse(path.read_bytes())))
+    names = parsed(path).assigned
     where = path.relative_to(ROOT)
     return [f"{where}:{line}: {name}" for name, line in names if is_vague(name)], len(names)
 
@@ -112,9 +135,9 @@ def test_names_say_what_they_hold() -> None:
 def test_functions_classes_and_modules_say_what_they_are() -> None:
     vague = [str(path.relative_to(ROOT)) for path in sources() if path.stem in VAGUE]
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and is_vague(node.name):
-                vague.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}")
+        for one in parsed(path).definitions:
+            if is_vague(one.name):
+                vague.append(f"{path.relative_to(ROOT)}:{one.line}: {one.name}")
     assert vague == []
 
 
@@ -151,12 +174,10 @@ NO_SENTENCE = frozenset(
 def docstring_faults(path: Path) -> list[str]:
     """The docstrings of a file that are fragments, as `file:line: beginning`."""
     faults = []
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
-            words = (ast.get_docstring(node) or "").split()
-            if words and (words[0] in NO_SENTENCE or len(words) <= 4):
-                line = getattr(node, "lineno", 1)
-                faults.append(f"{path.relative_to(ROOT)}:{line}: {' '.join(words[:8])}")
+    for one in parsed(path).definitions:
+        words = one.docstring.split()
+        if words and (words[0] in NO_SENTENCE or len(words) <= 4):
+            faults.append(f"{path.relative_to(ROOT)}:{one.line}: {' '.join(words[:8])}")
     return faults
 
 
@@ -172,9 +193,9 @@ def test_descriptions_of_fields_are_noun_phrases() -> None:
     lines = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_bytes()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        for line in (ast.get_docstring(node) or "").splitlines()
+        for one in parsed(path).definitions
+        if one.name  # those of modules are prose
+        for line in one.docstring.splitlines()
         if FRAGMENT.match(line)
     ]
     assert lines == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ LAYERS, EXPERTS, CHOSEN = 6, 64, 4
 Routes = NDArray[np.intp]
 
 
+@cache
 def routes(tokens: int, seed: int = 1) -> Routes:
     """Experts of a mixture with hot ones, as real routers choose: half of a token's are those of the token before.
     [tokens, LAYERS * CHOSEN], numbers of all layers"""
