@@ -257,6 +257,7 @@ class World:
         self.rng = random.Random(seed)
         self.scheduler = cached_scheduler(sequences=3, context_tokens=400, prefill_chunk_tokens=50)
         self.numbers: dict[tuple[int, int], int] = {}  # of the prefix before, token: of the prefix
+        self.latest: dict[int, tuple[tuple[int, ...], list[int]]] = {}  # prefixes of what was last written to a slot
         self.slots: list[list[int | None]] = [[None] * 400 for _ in range(3)]
         self.disk: set[tuple[int, ...]] = set()
         self.texts = [[self.rng.randrange(1, 4) for _ in range(300)] for _ in range(3)]
@@ -269,9 +270,12 @@ class World:
         self.dead: str = ""
         self.epoch = 0
 
-    def prefixes(self, tokens: Sequence[int]) -> list[int]:
-        """The number of the prefix that ends at each token. Different prefixes have different numbers."""
-        numbers, last = self.numbers, 0
+    def prefixes(self, tokens: Sequence[int], last: int = 0) -> list[int]:
+        """The number of the prefix that ends at each token. Different prefixes have different numbers.
+
+        last: the number of the prefix before these tokens
+        """
+        numbers = self.numbers
         return [last := numbers.setdefault((last, token), len(numbers) + 1) for token in tokens]
 
     def take(self, actions: list[Action]) -> None:
@@ -335,7 +339,15 @@ class World:
 
     def write(self, slot: int, at: int, token: int) -> None:
         sequence = next(one for one in self.scheduler.requests.active if one.slot == slot)
-        *before, written = self.prefixes((*sequence.tokens[:at], token))
+        tokens = (*sequence.tokens[:at], token)
+        known, numbers = self.latest.get(slot, ((), []))
+        if tokens[: len(known)] == known:  # usually all but the last one
+            last = numbers[-1] if numbers else 0
+            numbers = numbers + self.prefixes(tokens[len(known) :], last)
+        else:
+            numbers = self.prefixes(tokens)
+        self.latest[slot] = tokens, numbers
+        *before, written = numbers
         assert len(before) == at
         assert self.slots[slot][:at] == before, "keys of other tokens, or of another sequence"
         self.slots[slot][at] = written
