@@ -30,7 +30,10 @@ from neuronpipe.protocol.errors import UserError
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file to measure; a full measurement of it takes no longer than a brief one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(flash, "FULL_BUDGET_S", 0.05)
+    monkeypatch.setattr("neuronpipe.plans.measure.brief_measurement.FULL_REPETITION_S", 0.001)
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "bundles.bin").write_bytes(os.urandom(2 << 20))
@@ -47,9 +50,7 @@ def test_a_second_probe_reads_the_curve_of_the_first(package: Path) -> None:
     assert probe(package).memory_speed == first.memory_speed
 
 
-def test_a_full_probe_measures_anew_and_is_kept_for_brief_ones(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "FULL_BUDGET_S", 0.05)
-    monkeypatch.setattr("neuronpipe.plans.measure.brief_measurement.FULL_REPETITION_S", 0.001)
+def test_a_full_probe_measures_anew_and_is_kept_for_brief_ones(package: Path) -> None:
     brief, full = probe(package).flash, probe(package, brief=False).flash
     assert brief is not None
     assert full is not None
