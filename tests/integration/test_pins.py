@@ -26,6 +26,7 @@ PROMPTS = ("def f(x):", "import os", "class A:", "for i in")
 FFNS = Package.open(DEMO).manifest.model.ffns
 FEW, MANY = (2,) * FFNS, (6, 20, *(14,) * (FFNS - 2))
 TOKENS = 80
+TRIED = {PinTrial.LET_GO, PinTrial.PROVED}
 
 
 @pytest.fixture
@@ -115,11 +116,13 @@ def test_pins_are_tried_where_far_more_is_missed_than_planned_and_no_token_depen
         _, run_file = RunDirectory.find(run.path)
         states, answers = set(), []
         with run_file.open_segment("residency") as segment, segment.map() as residency:
-            for _ in range(8):
+            while len(answers) < 8:
                 answers.append(run.ask(PROMPTS[0], TOKENS)["token_ids"])
+                if states & TRIED:  # and this was a text after the trial
+                    break
                 states.add(residency.view("slots")[PIN_STATE])
         status = run.status()
-    assert states & {PinTrial.LET_GO, PinTrial.PROVED}
+    assert states & TRIED
     assert all(answer == answers[0] for answer in answers)
     assert status.miss_rate > 0
     assert status.planned_miss_rate == 0
