@@ -35,8 +35,9 @@ def run(long_shell: Shell, converted: Converted) -> Iterator[Run]:
         yield live
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def undisturbed(run: Run) -> list[int]:
+    """What the run answers before anything has happened to it, and ever after."""
     return list(run.ask(PROMPT, 24)["token_ids"])
 
 
