@@ -316,7 +316,7 @@ def test_too_many_at_once_are_told_to_come_again(server: Server) -> None:
 
 def test_one_text_is_served_between_those_of_a_large_request(server: Server) -> None:
     with server.connect() as line:
-        many = {"prompt": ["x"] * 64, "n": 15, "max_tokens": 40, "ignore_eos": True}
+        many = {"prompt": ["x"] * 64, "n": 15, "max_tokens": 8, "ignore_eos": True}
         line.sendall(request("POST", "/v1/completions", many))
         assert eventually(lambda: server.run.status().sequences_waiting > 50)
         assert server.post("/v1/completions", **ASK).status == 200
