@@ -195,12 +195,12 @@ class WorkCost:
         return (first_ms + (at_once - 1) * next_ms) * reads / at_once
 
     def storage_ms(self, reads: float, read_bytes: float, at_once: float, depth: int) -> float | None:
-        """Return the time of the storage, or that of a loader on a core of its own if it is longer.
+        """Return the time of the storage, or that of the loader if it is longer, whether or not it shares its core.
 
         One process, the loader, submits, checks and copies all reads. Parameters and None are as in `flash_ms`.
         """
         flash_ms = self.flash_ms(reads, read_bytes, at_once, depth)
-        if flash_ms is None or not reads or self.shares_core:
+        if flash_ms is None or not reads:
             return flash_ms
         return max(flash_ms, reads * self._read_cpu_ms(read_bytes / reads, at_once, in_groups=True))
 

@@ -137,12 +137,12 @@ def test_a_loader_on_a_core_of_its_own_has_only_what_exceeds_the_time_left_at_th
     assert lefts == sorted(lefts)
 
 
-def test_reads_take_as_long_as_a_loader_on_a_core_of_its_own_works_on_them() -> None:
-    alone, shared = (WorkCost(M, "predicted", 2, shares_core, device().flash, SPEED) for shares_core in (False, True))
-    small, many = 4096, 1000
-    assert shared.storage_ms(many, many * small, many, 32) == shared.flash_ms(many, many * small, many, 32)
-    slow = alone.storage_ms(many, many << 20, many, 32)
-    assert slow == max(alone.flash_ms(many, many << 20, many, 32) or 0.0, many * (6.0 + 0.25 * 1024) / 1e3)
+@pytest.mark.parametrize("shares_core", [False, True])
+def test_reads_take_as_long_as_the_loader_works_on_them(shares_core: bool) -> None:
+    cost, many = WorkCost(M, "predicted", 2, shares_core, device().flash, SPEED), 1000
+    for size in (4096, 1 << 20):
+        flash_ms, loader_ms = cost.flash_ms(many, many * size, many, 32), many * (6.0 + 0.25 * size / 1024) / 1e3
+        assert cost.storage_ms(many, many * size, many, 32) == max(flash_ms or 0.0, loader_ms)
 
 
 def test_a_burst_takes_what_one_read_takes_and_for_each_other_what_it_takes_among_them() -> None:
