@@ -38,6 +38,7 @@ from neuronpipe.protocol.frozen import frozen
 
 # From this many tokens on, a step requests all value parts together with the trigger parts (native/engine).
 DENSE_TOKENS = 16
+USUAL_PROMPT_TOKENS = 512  # as in llama-bench's test pp512
 
 Measurements = tuple[FlashCurve | None, MemorySpeed | None, DeviceProfile | None]
 """Flash curve, memory speed and profile of a device; None for what was not measured."""
@@ -61,12 +62,16 @@ def expected(
 
     batch: sequences of a step; figures per token are those of a step divided by it, tokens/s are of all together
     position_tokens: tokens of each sequence before the decoded token (default: half of the context)
-    prompt_tokens: length of the prompt (default: one prefill chunk)
+    prompt_tokens: length of the prompt (default: one prefill chunk; its speed is then that of a chunk in the middle of
+        USUAL_PROMPT_TOKENS, so that plans with different chunks can be compared)
     """
     run_cost = _run_cost(manifest, rates, compute, memory, flash, curve, speed, profile)
     step = run_cost.decode_step(batch, compute.context_tokens // 2 if position_tokens is None else position_tokens)
     prompt = compute.prefill_chunk_tokens if prompt_tokens is None else prompt_tokens
-    prompt_ms = run_cost.prompt_ms(prompt)
+    prompt_ms = chunk_ms = run_cost.prompt_ms(prompt)
+    before = (min(USUAL_PROMPT_TOKENS, compute.context_tokens) - prompt) // 2
+    if prompt_tokens is None and before > 0:
+        chunk_ms = run_cost.prompt_ms(prompt, before)
     sequential, in_pieces = step.sequential_bytes // batch, step.pieces_bytes // batch
     return Expected(
         sequential_bytes_per_token=sequential,
@@ -85,7 +90,7 @@ def expected(
         tokens_per_s=_per_second(batch, step.ms),
         miss_rate=round(step.miss_rate, 4),
         first_token_ms=_rounded(prompt_ms),
-        prefill_tokens_per_s=_per_second(prompt, prompt_ms),
+        prefill_tokens_per_s=_per_second(prompt, chunk_ms),
     )
 
 
@@ -316,15 +321,15 @@ class _RunCost:
     def _read_order(self) -> ReadOrder:
         return ReadOrder(self.manifest, self.compute, self.memory, self.flash)
 
-    def prompt_ms(self, tokens: int) -> float | None:
-        """Return the time of a prompt of `tokens` tokens, chunk by chunk. None if something was not measured, or if a
-        runtime computes the products, which no profile measures."""
+    def prompt_ms(self, tokens: int, before: int = 0) -> float | None:
+        """Return the time of `tokens` tokens of a prompt after `before` tokens, chunk by chunk. None if something was
+        not measured, or if a runtime computes the products, which no profile measures."""
         if runtime_of(backend_of("prefill", self.compute.processes)) is not None:
             return None
         chunk = self.compute.prefill_chunk_tokens
         total_ms = 0.0
-        for before in range(0, tokens, chunk):
-            step_ms = self._prefill_step(min(chunk, tokens - before), before).ms
+        for computed in range(0, tokens, chunk):
+            step_ms = self._prefill_step(min(chunk, tokens - computed), before + computed).ms
             if step_ms is None:
                 return None
             total_ms += step_ms

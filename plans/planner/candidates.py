@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from neuronpipe.plans.cost.token_time import USUAL_PROMPT_TOKENS
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.plan.document import Expected, Mode, Plan
 from neuronpipe.plans.plan.memory_budget import MIB
@@ -32,7 +33,7 @@ class Request:
 
 
 # The request for which plans are chosen by default: llama-bench's tests pp512 and tg128, one after the other.
-USUAL = Request(prompt_tokens=512, answer_tokens=128)
+USUAL = Request(prompt_tokens=USUAL_PROMPT_TOKENS, answer_tokens=128)
 # Compares the speed of decoding alone: for a target speed, and where the speed of prompts is unknown.
 ANSWER = Request(prompt_tokens=0, answer_tokens=1)
 

@@ -36,6 +36,7 @@ from neuronpipe.plans.plan.report import difference, explain
 from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape, private_layouts, run_layouts
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.plan_options import TECHNIQUES, MemoryLimit, PlanOptions
+from neuronpipe.plans.planner.planned_range import expectation_of
 from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, allocate_slots
 from neuronpipe.plans.pull.catalog import catalog
@@ -510,6 +511,17 @@ def test_a_prompt_is_expected_to_read_every_weight_once_a_chunk(monkeypatch: pyt
     neurons_bytes = m.clusters * (m.trigger_slot_bytes + m.value_slot_bytes)
     assert e.first_token_ms * 33e6 == pytest.approx(made.memory.fixed_bytes + neurons_bytes, rel=0.1)
     assert e.prefill_tokens_per_s == pytest.approx(chunk * 1e3 / e.first_token_ms, rel=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 512])
+def test_the_speed_of_prompts_is_that_of_a_usual_one_with_any_chunk(chunk: int) -> None:
+    """A first chunk attends to few tokens: with its speed, small chunks seemed faster than they are."""
+    m = manifest(width=1024, neurons=1024)
+    facts = device(memory_bytes=8 * GIB)
+    made = make_plan(m, facts, PlanOptions(prefill_chunk_tokens=chunk))
+    usual = expectation_of(made, m, None, prompt_tokens=512)(facts.measured)
+    assert made.compute.prefill_chunk_tokens == chunk
+    assert made.expected.prefill_tokens_per_s == pytest.approx(usual.prefill_tokens_per_s, rel=1e-3)
 
 
 def test_a_prompt_takes_the_processor_longer_than_memory_where_nothing_was_measured() -> None:
