@@ -121,7 +121,7 @@ def estimate(
     context_tokens: int = DEFAULT_CONTEXT_TOKENS,
     mode: Mode = "exact",
 ) -> Estimate:
-    """Plan a model on a device. The plan is a quick one: a full search may find one that is up to 30 % faster.
+    """Plan a model on a device, for one sequence.
 
     device_for: (manifest) -> the device; some descriptions depend on the sizes of a package's reads
     context_tokens: context length of the plan; a model with a shorter context is planned with that

@@ -29,10 +29,12 @@ from neuronpipe.plans.planner.long_prompts import with_long_chunks
 from neuronpipe.plans.planner.mode_choice import allowed_modes
 from neuronpipe.plans.planner.plan_options import PlanOptions as PlannerOptions
 from neuronpipe.plans.planner.planned_range import with_ranges
-from neuronpipe.plans.planner.search import MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, Search
+from neuronpipe.plans.planner.search import PRECISION, PROMPT_ALLOWANCE, Search
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
+# How much faster a plan with a measured accelerator must be: it takes a driver, and expectations may be wrong.
+MIN_ACCELERATOR_GAIN = 0.3
 FOLLOWED_SHARE = 0.9  # of all memory: the limit of a run that follows what is available
 
 
@@ -118,8 +120,8 @@ def _limit_bytes(device: Device, options: PlanOptions) -> int:
 
 
 def quick_plan(subject: Subject, options: PlanOptions, limit_bytes: int) -> tuple[Plan, int]:
-    """Return a plan for one sequence on the CPU, and the smallest limit that has one, in a tenth of the time of
-    `search_plan`. `Search.quick` says how good the plan is.
+    """Return the plan for one sequence on the CPU, and the smallest limit that has one, in less time than
+    `search_plan`.
 
     Of the options, the context and the mode count. Raises LimitTooSmall if no plan fits the limit, and UserError if
     nothing fits the options.
@@ -128,7 +130,7 @@ def quick_plan(subject: Subject, options: PlanOptions, limit_bytes: int) -> tupl
     frequencies = AccessFrequencies.of(subject.manifest, subject.read_activity)
     space = _PlanSearch(options, subject, False, requirements, frequencies).space(None, None)
     search = Search(subject.manifest, space, requirements, USUAL, frequencies)
-    candidate = search.quick(limit_bytes)
+    candidate = search.best(limit_bytes)
     plan = with_ranges(candidate.plan, subject.manifest, frequencies, candidate.device.measured)
     return plan, search.limits_bytes()[0]
 
@@ -190,7 +192,7 @@ class _PlanSearch:
         except UserError as error:  # the device's memory, or the run's with the driver, is too small
             return dataclasses.replace(cpu_only, reasons=(f"{accelerator.name} is not used: {error}",))
         speeds = f"{offloaded.speed} expected with it, {cpu_only.speed} without"
-        if not math.isfinite(offloaded.ms) or (1 + MIN_GAIN) * offloaded.ms >= cpu_only.ms:
+        if not math.isfinite(offloaded.ms) or (1 + MIN_ACCELERATOR_GAIN) * offloaded.ms >= cpu_only.ms:
             advice = f"--backend {ACCELERATOR}={backend} uses it all the same"
             return dataclasses.replace(cpu_only, reasons=(f"{accelerator.name} is not used: {speeds}; {advice}",))
         if (problem := accelerators.why_unusable(accelerator, backend)) is not None:

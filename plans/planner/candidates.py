@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from neuronpipe.plans.cost.token_time import USUAL_PROMPT_TOKENS
 from neuronpipe.plans.number_format import show_number
@@ -54,7 +54,7 @@ class Space:
 
 @frozen(kw_only=True)
 class Variant:
-    """A choice that replaces that of the rules only if it is expected to be clearly faster.
+    """A way to compute and to read, of which each has its own best chunk and depth.
 
     bundle: both parts of a cluster are read together
     """
@@ -140,17 +140,6 @@ class SearchResult:
 
 def chunk_and_depth(plan: Plan) -> tuple[int, int]:
     return plan.compute.prefill_chunk_tokens, plan.flash.depth
-
-
-def with_variant(variant: Variant | None, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate of this variant, else one with its mode and workers (if nothing is read, there is no other
-    way to read to compare); None if there is neither."""
-    if variant is None:
-        return None
-    exactly = [candidate for candidate in candidates if candidate.variant == variant]
-    key = variant.mode, variant.workers
-    nearly = [candidate for candidate in candidates if (candidate.variant.mode, candidate.workers) == key]
-    return next(iter(exactly + nearly), None)
 
 
 def _chunk_and_depth_reason(plan: Plan, plan_by_rules: Plan) -> str:

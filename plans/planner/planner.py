@@ -273,8 +273,8 @@ class _PlanBuilder:
 
     def _fitted_embedding(self) -> _Fitted:
         """Return what fits the limit. The embedding stays on flash if slots lack its memory and it is worth a read for
-        each token, or if there is no room for it; `self._shape` says so."""
-        in_memory = None if self._is_short() else self._fitted_chunk()
+        each token, if there is no room for it, or if the options say so; `self._shape` says so."""
+        in_memory = None if self._options.embedding_on_flash or self._is_short() else self._fitted_chunk()
         flash_bytes = embedding_flash_bytes(self._manifest)
         if in_memory is not None and (flash_bytes < FLASH_EMBEDDING_BYTES or self._has_all_slots(in_memory)):
             return in_memory

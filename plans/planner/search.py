@@ -8,13 +8,10 @@
 `make_plan` makes a whole plan of each choice and decides everything else by rules. The search also finds the smallest
 limit with which a given speed is expected. It reads no files and measures nothing.
 
-With more memory, the chosen plan is never expected to be slower. Each choice by itself gains from memory. But a variant
-other than the rules' is only chosen if it is clearly faster, and returning to the rules where it is no longer clearly
-faster would lose speed. So variants are chosen at fixed limits, from the smallest upwards, and the search returns to
-the rules only where they are as fast. Between two of these limits the variant does not change. The cost model has small
-steps; so if the plan of a smaller limit is faster, the search keeps that plan, which fits as well. There is one
-exception: from the smallest limit on that the rules' variant fits, plans of limits below it are not kept. Otherwise a
-small error of the model would leave most of the memory unused.
+With more memory, faster cores, memory or flash, or fewer bytes, the chosen plan is never expected to be slower. So the
+fastest candidate is chosen, without a preference for a variant: with one, a part that becomes faster could bring the
+preferred variant back, which is slower. And what is tried at a limit includes what is tried at a smaller one. The cost
+model has small steps; so if the plan of a smaller limit is faster, the search keeps that plan, which fits as well.
 """
 
 from __future__ import annotations
@@ -22,15 +19,15 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.read_sizes import depths
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.memory_budget import MIB, min_chunk_tokens, untrusted_bytes, usable_bytes
-from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape
+from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape, embedding_flash_bytes
 from neuronpipe.plans.planner.candidates import (
     ANSWER,
     USUAL,
@@ -38,10 +35,8 @@ from neuronpipe.plans.planner.candidates import (
     Request,
     SearchResult,
     Space,
-    Variant,
     chunk_and_depth,
     show_speed,
-    with_variant,
 )
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
@@ -50,14 +45,10 @@ from neuronpipe.plans.planner.shared_results import SharedResults
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-# How much faster a variant must be than the rules'. With weights in memory, expectations are wrong by up to a third
-# (tests/bench/README.md): a smaller gain may be an error of the model, and the choice would change from start to start.
-# Chunks and depths need no margin: all of them use the same kernels, so the model's errors are the same for all.
-MIN_GAIN = 0.3
-MIN_CHUNK_GAIN = 0.002  # relative
+MODEL_STEP = 0.98  # a chunk may be faster than the bounds say by a step of the cost model
 PRECISION = 0.01  # relative, of the smallest limit that reaches a target speed
 PROMPT_ALLOWANCE = 0.05  # memory for faster prompts, relative to the smallest limit that reaches a target speed
-POINTS = 23  # number of limits at which variants are chosen
+POINTS = 23  # number of limits whose plans may be kept with more memory
 UNLIMITED_BYTES = 1 << 60
 
 
@@ -79,8 +70,6 @@ class Search:
         self.manifest, self.space, self.options, self.request = manifest, space, options, request
         self._shared, self._frequencies = SharedResults(manifest), frequencies
         self._trials: dict[int | None, _Trial] = {}
-        self._chosen: dict[int, Candidate] = {}  # by limit, before a smaller limit's plan may be kept
-        self._variants: dict[int, Variant | None] = {}
         self._limits: tuple[int, ...] | None = None
 
     def within(self, limit_bytes: int | None) -> SearchResult:
@@ -90,35 +79,24 @@ class Search:
 
         Raises LimitTooSmall if no choice fits, and what `make_plan` raises for the rules' mode and workers.
         """
-        trial = self._try(limit_bytes)
+        trial = self._try(limit_bytes, every_variant=True)
         if limit_bytes is None:
             limit_bytes = self.space.place(self.space.workers[0]).memory_bytes
-        variant = self._variant_within(limit_bytes)
-        chosen = with_variant(variant, trial.candidates) or trial.rules or trial.candidates[0]
-        self._chosen.setdefault(limit_bytes, chosen)
+            self._trials.setdefault(limit_bytes, trial)
         result = SearchResult(
             candidates=trial.candidates,
             points=trial.points,
             rules=trial.rules,
             by_rules=trial.by_rules,
-            chosen=chosen,
+            chosen=trial.chosen,
         )
-        smaller = self._faster_with_less(limit_bytes, chosen)
+        smaller = self._faster_with_less(limit_bytes, trial.chosen)
         return result if smaller is None else self._keeping(smaller, limit_bytes, result)
 
-    def quick(self, limit_bytes: int) -> Candidate:
-        """Return the rules' variant within this limit, or the fastest if it is clearly faster.
-
-        This takes a tenth of the plans: no smaller limit counts, so `within` may choose otherwise. The choice is at
-        most MIN_GAIN slower than the fastest plan of this limit. Raises what `within` raises.
-        """
-        trial = self._try(limit_bytes)
-        is_clear = trial.rules is None or (1 + MIN_GAIN) * self.ms(trial.fastest) < self.ms(trial.rules)
-        return trial.fastest if trial.rules is None or is_clear else trial.rules
-
     def best(self, limit_bytes: int) -> Candidate:
-        """Return what `within` chooses, but make plans of the chosen variant only. Raises what `within` raises."""
-        chosen = self._choose(limit_bytes)
+        """Return what `within` chooses, without finding the fastest plan of each slower variant. Raises what `within`
+        raises."""
+        chosen = self._try(limit_bytes).chosen
         smaller = self._faster_with_less(limit_bytes, chosen)
         return chosen if smaller is None else self._with_limit(smaller, limit_bytes)
 
@@ -185,45 +163,28 @@ class Search:
             )
         except UserError:
             return None
-        return self._with_fast_prompts(self._fastest(self.refinements(start)), result.target)
-
-    def _choose(self, limit_bytes: int) -> Candidate:
-        """Return the choice within this limit, without comparing it with those of smaller limits."""
-        if limit_bytes not in self._chosen:
-            variant = self._variant_within(limit_bytes)
-            start = None
-            if variant is not None and limit_bytes not in self._trials:
-                start = with_variant(variant, self._starts(limit_bytes, variant))
-            if start is None:
-                trial = self._try(limit_bytes)
-                chosen = with_variant(variant, trial.candidates) or trial.rules or trial.candidates[0]
-            else:
-                chosen = self._fastest(self.refinements(start))
-            self._chosen[limit_bytes] = chosen
-        return self._chosen[limit_bytes]
+        return self._with_fast_prompts(min(self.refinements(start, self.ms(start)), key=self.ms), result.target)
 
     # ---- smaller limits --------------------------------------------------------------------------------------
     def _faster_with_less(self, limit_bytes: int, chosen: Candidate) -> Candidate | None:
         """Return the fastest choice within a smaller limit if it is faster than `chosen`, else None. Compared are the
         limits of `limits_bytes` with which the options of `chosen` are faster, and all limits that this search has
-        chosen for before. If the rules' variant fits this limit, limits that it does not fit are left out. With
-        --ffn-resident the result is None: the residency is given, and a smaller limit would only shrink staging."""
+        tried before. With --ffn-resident the result is None: the residency is given, and a smaller limit would only
+        shrink staging."""
         if chosen.tokens_per_s is None or self.options.ffn_resident_share is not None:
             return None
-        min_rules_bytes = self._unlimited[0].plan.memory.least_bytes
-        lowest_bytes = min_rules_bytes if limit_bytes >= min_rules_bytes else 0
         for limit in self.limits_bytes():
-            if lowest_bytes <= limit < limit_bytes and self._may_be_faster(limit, chosen):
-                self._choose(limit)
-        smaller = [candidate for limit, candidate in self._chosen.items() if lowest_bytes <= limit < limit_bytes]
+            if limit < limit_bytes and self._may_be_faster(limit, chosen):
+                self._try(limit)
+        smaller = [trial.chosen for limit, trial in self._trials.items() if limit is not None and limit < limit_bytes]
         fastest = min(smaller, key=self.ms, default=None)
         return fastest if fastest is not None and self.ms(fastest) < self.ms(chosen) else None
 
     def _may_be_faster(self, limit_bytes: int, chosen: Candidate) -> bool:
-        """Return True if the options of `chosen` are expected to be faster with a smaller limit, for which nothing was
-        chosen yet. This takes one plan, while choosing takes hundreds."""
-        if limit_bytes in self._chosen:
-            return False  # the caller compares all that was chosen
+        """Return True if the options of `chosen` are expected to be faster with a smaller limit, which was not
+        tried yet. This takes one plan, while a trial takes hundreds."""
+        if limit_bytes in self._trials:
+            return False  # the caller compares all that was tried
         try:
             smaller = self._candidate(chosen.device, dataclasses.replace(chosen.options, memory_bytes=limit_bytes))
         except UserError:
@@ -296,75 +257,44 @@ class Search:
             f"{best.description()}{more}"
         )
 
-    # ---- variants --------------------------------------------------------------------------------------------
-    def _variant_within(self, limit_bytes: int) -> Variant | None:
-        return self._variant_at(max(0, bisect.bisect_right(self.limits_bytes(), limit_bytes) - 1))
+    # ---- choices ---------------------------------------------------------------------------------------------
+    def _try(self, limit_bytes: int | None, *, every_variant: bool = False) -> _Trial:
+        """Return the fastest candidate within this limit.
 
-    def _variant_at(self, step: int) -> Variant | None:
-        """Return the variant chosen at limit number `step`; None if nothing can be compared, and the rules decide."""
-        if step not in self._variants:
-            self._variants[step] = self._choose_variant(step)
-        return self._variants[step]
+        every_variant: also find the fastest of each slower variant
+        """
+        trial = self._trials.get(limit_bytes)
+        if trial is None or (every_variant and not trial.has_every_variant):
+            trial = self._trials[limit_bytes] = self._trial(limit_bytes, every_variant)
+        return trial
 
-    def _choose_variant(self, step: int) -> Variant | None:
-        try:
-            trial = self._try(self.limits_bytes()[step])
-        except UserError:  # an --ffn-resident that is too small for the rules' choice
-            return None
-        if not trial.measured:
-            return None
-        fastest, rules = trial.fastest, trial.rules
-        if rules is None or (1 + MIN_GAIN) * self.ms(fastest) < self.ms(rules):
-            return fastest.variant
-        if self.ms(rules) <= self.ms(fastest):
-            return rules.variant
-        previous = self._previous_variant(step)
-        previous_candidate = with_variant(previous, trial.candidates) if previous is not None else None
-        return (
-            rules.variant
-            if previous_candidate is None or self.ms(rules) <= self.ms(previous_candidate)
-            else previous_candidate.variant
+    def _trial(self, limit_bytes: int | None, every_variant: bool) -> _Trial:
+        starts, points, below_ms = self._starts(limit_bytes), 0, math.inf
+        best = list(starts)
+        for n in sorted(range(len(starts)), key=lambda n: self.ms(starts[n])):  # the fastest leave out most of others
+            refined = self.refinements(starts[n], self.ms(starts[n]) if every_variant else below_ms)
+            best[n], points = min(refined, key=self.ms), points + len(refined)
+            below_ms = min(below_ms, self.ms(best[n]))
+        fastest = min(
+            best, key=lambda candidate: (self.ms(candidate), candidate.workers, candidate.plan.memory.total_bytes())
+        )
+        is_of_rules = (starts[0].options.mode, starts[0].workers) == (self.space.modes[0], self.space.workers[0])
+        return _Trial(
+            candidates=tuple(best),
+            points=points,
+            rules=best[0] if is_of_rules else None,
+            by_rules=starts[0] if is_of_rules else None,
+            chosen=best[0] if fastest.tokens_per_s is None else fastest,
+            has_every_variant=every_variant,
         )
 
-    def _previous_variant(self, step: int) -> Variant | None:
-        """Return the variant chosen at the next smaller limit. None if the rules' variant did not fit there, since the
-        two were then not compared."""
-        if step == 0 or self._try(self.limits_bytes()[step - 1]).rules is None:
-            return None
-        return self._variant_at(step - 1)
-
-    # ---- choices ---------------------------------------------------------------------------------------------
-    def _fastest(self, candidates: list[Candidate]) -> Candidate:
-        return min(candidates, key=self.ms)
-
-    def _try(self, limit_bytes: int | None) -> _Trial:
-        if limit_bytes not in self._trials:
-            starts = self._starts(limit_bytes)
-            refined = [self.refinements(start) for start in starts]
-            best = tuple(map(self._fastest, refined))
-            is_of_rules = (starts[0].options.mode, starts[0].workers) == (self.space.modes[0], self.space.workers[0])
-            self._trials[limit_bytes] = _Trial(
-                candidates=best,
-                points=sum(map(len, refined)),
-                rules=best[0] if is_of_rules else None,
-                by_rules=starts[0] if is_of_rules else None,
-                fastest=min(
-                    best,
-                    key=lambda candidate: (self.ms(candidate), candidate.workers, candidate.plan.memory.total_bytes()),
-                ),
-            )
-        return self._trials[limit_bytes]
-
-    def _starts(self, limit_bytes: int | None, variant: Variant | None = None) -> list[Candidate]:
+    def _starts(self, limit_bytes: int | None) -> list[Candidate]:
         """Return a candidate of every variant that fits, with the rules' chunk and depth. The rules' variant is first.
-        Raises LimitTooSmall if none fits.
-
-        variant: restricts mode and workers to those of this variant
-        """
+        Raises LimitTooSmall if none fits."""
         candidates: list[Candidate] = []
         refused: list[LimitTooSmall] = []
-        for mode in self.space.modes if variant is None else (variant.mode,):
-            for workers in self.space.workers if variant is None else (variant.workers,):
+        for mode in self.space.modes:
+            for workers in self.space.workers:
                 options = dataclasses.replace(self.options, mode=mode, memory_bytes=limit_bytes)
                 try:
                     candidate = self._candidate(self.space.place(workers), options)
@@ -376,18 +306,20 @@ class Search:
                         raise
                     continue  # too many workers for the requested feed-forward bytes
                 candidates.append(candidate)
-                if self._may_change_reads(candidate.plan):
+                if self._may_change_reads(candidate):
                     other_options = dataclasses.replace(options, bundle=not candidate.plan.flash.bundle)
                     candidates.append(self._candidate(candidate.device, other_options))
         if not candidates:
             raise min(refused, key=lambda error: error.min_bytes)
         return candidates
 
-    def refinements(self, start: Candidate, min_chunk_gain: float = MIN_CHUNK_GAIN) -> list[Candidate]:
-        """Return `start` and the candidates of the same variant with other chunks and depths. Only `start` if options
-        disable techniques, or a speed is not known. Chunks are tried from the largest that fits. Half a chunk gives
-        slots half of the memory that the halving before gave, and reads twice as much for a prompt. So no smaller
-        chunk is tried after one that gained less than `min_chunk_gain`; -inf: all chunks are tried."""
+    def refinements(self, start: Candidate, below_ms: float | None = None) -> list[Candidate]:
+        """Return `start` and the candidates of the same variant with other chunks and depths, and with a small
+        embedding on flash instead of in memory: of those with equal chunks and depths the fastest. Only `start` if
+        options disable techniques, or a speed is not known.
+
+        below_ms: leave out chunks that cannot be faster than this or than another candidate; None: try all
+        """
         expected = start.plan.expected
         is_known = expected.tokens_per_s is not None and expected.prefill_tokens_per_s is not None
         if not is_known or self.options.baseline is not None or self.options.without:
@@ -399,48 +331,109 @@ class Search:
         )
         candidates = {chunk_and_depth(start.plan): start}
         min_tokens = min_chunk_tokens(RunShape.of(compute))
-        for depth in self._depths(start):
-            fitted_tokens, fitted_ms = CHUNK_TOKENS[0] + 1, math.inf
-            for chunk in (*(tokens for tokens in CHUNK_TOKENS if tokens > min_tokens), min_tokens):
-                # The plan would be that of the chunk before, reduced by memory; one reduced by partial sums may not.
-                if chunk == fitted_tokens or chunk > fitted_tokens != PARTIAL_TOKENS:
-                    continue
-                tried = dataclasses.replace(options, prefill_chunk_tokens=chunk, depth=depth)
-                candidate = self._candidate(start.device, tried)
-                candidates.setdefault(chunk_and_depth(candidate.plan), candidate)
-                before_tokens, before_ms = fitted_tokens, fitted_ms
-                fitted_tokens, fitted_ms = candidate.plan.compute.prefill_chunk_tokens, self.ms(candidate)
-                if fitted_tokens != before_tokens and fitted_ms > (1 - min_chunk_gain) * before_ms:
-                    break
+        chunks = min_tokens, *sorted(tokens for tokens in CHUNK_TOKENS if tokens > min_tokens)
+        may_read = self._may_read(start)
+        for embedding_on_flash, depth in itertools.product(
+            self._embeddings(start, may_read), self._depths(start, may_read)
+        ):
+            tried = dataclasses.replace(options, depth=depth, embedding_on_flash=embedding_on_flash)
+            for candidate in self._with_chunks(start.device, tried, chunks, below_ms):
+                # Staging depends on the chunk that was asked for, so plans of the same chunk and depth may differ.
+                key = chunk_and_depth(candidate.plan)
+                candidates[key] = min(candidates.get(key, candidate), candidate, key=self.ms)
+            if below_ms is not None:
+                below_ms = min(below_ms, *map(self.ms, candidates.values()))
         return list(candidates.values())
 
-    def _depths(self, start: Candidate) -> Iterable[int]:
+    def _with_chunks(
+        self, device: DeviceFacts, options: PlanOptions, chunks: Sequence[int], below_ms: float | None
+    ) -> Iterator[Candidate]:
+        """Yield candidates with the smallest and the largest chunk, and with those between that may be faster."""
+
+        def with_chunk(tokens: int) -> Candidate:
+            return self._candidate(device, dataclasses.replace(options, prefill_chunk_tokens=tokens))
+
+        smallest = with_chunk(chunks[0])
+        yield smallest
+        if len(chunks) == 1 or not self._may_be_below(below_ms, smallest, None):
+            return
+        largest = with_chunk(chunks[-1])
+        yield largest
+        below_ms = None if below_ms is None else min(below_ms, self.ms(smallest), self.ms(largest))
+        intervals = [(chunks, smallest, largest)]
+        while intervals:
+            tokens, smaller, larger = intervals.pop()
+            fitted = larger.plan.compute.prefill_chunk_tokens
+            # The plan would be that of the larger chunk, reduced by memory; one reduced by partial sums may not.
+            between = [each for each in tokens[1:-1] if each < fitted or fitted == PARTIAL_TOKENS]
+            if not between or not self._may_be_below(below_ms, smaller, larger):
+                continue
+            half = len(between) // 2
+            middle = with_chunk(between[half])
+            yield middle
+            below_ms = None if below_ms is None else min(below_ms, self.ms(middle))
+            intervals.append(((tokens[0], *between[: half + 1]), smaller, middle))
+            intervals.append(((*between[half:], tokens[-1]), middle, larger))
+
+    def _may_be_below(self, below_ms: float | None, smaller: Candidate, larger: Candidate | None) -> bool:
+        """Return True if a chunk between these may take less than `below_ms`.
+
+        Its answers are no faster than with the smaller chunk. Its prompts are no faster than with the larger one: half
+        a chunk reads all that is missing twice, so at least as much unless less than half as much is missing.
+        """
+        prompt_tokens_per_s: float | None = math.inf
+        if larger is not None and 2 * self._missing_slots(smaller) >= self._missing_slots(larger):
+            prompt_tokens_per_s = larger.plan.expected.prefill_tokens_per_s
+        bound = dataclasses.replace(smaller.plan.expected, prefill_tokens_per_s=prompt_tokens_per_s)
+        return below_ms is None or MODEL_STEP * self.request.ms(bound) < below_ms
+
+    def _missing_slots(self, candidate: Candidate) -> int:
+        memory = candidate.plan.memory
+        return 2 * self.manifest.clusters - memory.trigger_slots - memory.value_slots
+
+    def _embeddings(self, start: Candidate, may_read: bool) -> tuple[bool, ...]:
+        """Return whether an embedding that may be on flash is tried there. A small one that the rules keep in memory is
+        tried in both places if slots may lack memory."""
+        if start.options.embedding_on_flash:
+            return (True,)
+        may_move = not start.plan.compute.embedding_on_flash and embedding_flash_bytes(self.manifest) > 0
+        return (False, True) if may_move and may_read else (False,)
+
+    def _depths(self, start: Candidate, may_read: bool) -> Iterable[int]:
         """Return the measured depths, or only that of the rules if flash was not measured or nothing is read."""
-        if start.device.flash is None or not start.plan.expected.flash_reads_per_token:
+        if start.device.flash is None or not may_read:
             return (start.plan.flash.depth,)
         return depths(start.device.flash)
+
+    def _may_read(self, start: Candidate) -> bool:
+        """Return True if steps with the options of `start`, or with these and the largest chunk, read from flash."""
+        if start.plan.expected.flash_reads_per_token:
+            return True
+        larger = dataclasses.replace(start.options, prefill_chunk_tokens=CHUNK_TOKENS[0])
+        return self._candidate(start.device, larger).plan.expected.flash_reads_per_token > 0
 
     def _candidate(self, device: DeviceFacts, options: PlanOptions) -> Candidate:
         plan = make_plan(self.manifest, device, options, self._shared, self._frequencies)
         return Candidate(device=device, options=options, plan=plan)
 
-    def _may_change_reads(self, plan: Plan) -> bool:
-        """Return True if bundles and parts can be compared: speeds are known, the plan reads, and no option decides."""
+    def _may_change_reads(self, start: Candidate) -> bool:
+        """Return True if bundles and parts can be compared: speeds are known, steps read, and no option decides."""
         options = self.options
         fixed = options.baseline is not None or "bundle" in options.without or options.bundle is not None
-        return not fixed and plan.expected.tokens_per_s is not None and plan.expected.flash_reads_per_token > 0
+        return not fixed and start.tokens_per_s is not None and self._may_read(start)
 
 
 @frozen(kw_only=True)
 class _Trial:
-    """The fastest candidate of each variant within a limit, that of the rules first. Fields are as in SearchResult."""
+    """The candidates within a limit, one of each variant, that of the rules first. Fields are as in SearchResult, but
+    no smaller limit counts. If nothing was measured, the rules choose.
+
+    has_every_variant: each candidate is the fastest of its variant; else only the chosen one is
+    """
 
     candidates: tuple[Candidate, ...]
     points: int
     rules: Candidate | None
     by_rules: Candidate | None
-    fastest: Candidate
-
-    @property
-    def measured(self) -> bool:
-        return self.fastest.tokens_per_s is not None
+    chosen: Candidate
+    has_every_variant: bool

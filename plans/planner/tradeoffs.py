@@ -12,7 +12,7 @@ from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.plan.document import Expected
 from neuronpipe.plans.plan.memory_budget import MIB
 from neuronpipe.plans.planner.candidates import USUAL, Candidate, SearchResult
-from neuronpipe.plans.planner.search import MIN_GAIN, Search
+from neuronpipe.plans.planner.search import Search
 from neuronpipe.protocol.errors import UserError
 
 GIB = 1 << 30
@@ -99,7 +99,7 @@ def render(described: dict[str, Any]) -> str:
     if chosen["expected_tokens_per_s"] is None:
         lines.append("  memory, flash or an accelerator was not measured, so nothing can be compared: the rules decide")
     elif described["rules_kept"]:
-        lines.append(f"  what the rules choose stays unless another way is over {MIN_GAIN:.0%} faster")
+        lines.append("  no other way is expected to be faster than that of the rules")
     lines += ["", "what more would buy"]
     lines.append(f"  1 GiB more memory   {_gain(chosen, described['one_more_gib'])}")
     lines.append(f"  1 core more         {_gain(chosen, described['one_more_core'])}")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import signal
 import statistics
 import sys
@@ -74,7 +73,7 @@ def trials(search: Search, search_result: SearchResult, names: Iterable[str] = K
     chosen, turned = knobs(search_result.chosen.plan), set(names)
     tried = [chosen | {"chosen": True}]
     plans = [search_result.chosen.plan]
-    for candidate in (*search_result.candidates, *search.refinements(search_result.chosen, -math.inf)):
+    for candidate in (*search_result.candidates, *search.refinements(search_result.chosen)):
         candidate_knobs = knobs(candidate.plan)
         differ = {name for name in KNOBS if candidate_knobs[name] != chosen[name]}
         by_way = differ & set(WAY)

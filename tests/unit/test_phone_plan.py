@@ -108,7 +108,8 @@ def test_a_plan_for_a_known_phone_is_for_that_phone_and_says_so(capsys: pytest.C
     assert main(["plan", str(DEMO), "--device", "oneplus-12", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     workers = [process["core"] for process in made["compute"]["processes"] if process["role"] == "decode"]
-    assert workers == [2, 3, 4, 5, 6]  # its mid cores; the big one reads flash
+    assert workers == [2, 3, 4, 5, 6, 7]  # all fast cores, the loader's too, since nothing is read
+    assert made["expected"]["flash_reads_per_token"] == 0
     assert made["flash"]["engine"] == "threads"
 
 
