@@ -80,6 +80,7 @@ class PlanOptions:
     bundle: bool | None = None  # both parts of a cluster are read together
     prefill_chunk_tokens: int | None = None  # maximum; the chunk is smaller if the memory limit is small
     depth: int | None = None  # maximum of reads at once; there are fewer if staging is small
+    staging_first: bool = False  # staging has its share of memory before the maximum of the chunk has
     embedding_on_flash: bool = False  # also if the rules would keep it in memory
     offloaded_blocks: tuple[int, ...] | None = None  # as `Compute.held_blocks`; None: the fastest split
     offloaded_matrices: tuple[str, ...] | None = None  # as `Compute.held_matrices`; None: the fastest split

@@ -297,26 +297,28 @@ class _PlanBuilder:
         return self._slots_budget(fitted.budget, fitted.read_sizes) >= int(share * self._ffn_bytes)
 
     def _fitted_chunk(self) -> _Fitted:
-        fitted = self._fitted(self._options.prefill_chunk_tokens)
+        requested = self._options.prefill_chunk_tokens
+        fitted = self._fitted(requested)
         sums_by_turns = not runtime_of(self._shape.prefill_backend) and fitted.chunk_tokens > PARTIAL_TOKENS
         if sums_by_turns and fitted.regions.window_blocks < self._manifest.layout.blocks:
             # Block sums of more than PARTIAL_TOKENS tokens are computed in turns, with all neurons of a layer open.
-            return self._fitted(PARTIAL_TOKENS)
+            return self._fitted(requested, PARTIAL_TOKENS)
         return fitted
 
-    def _fitted(self, max_chunk_tokens: int | None) -> _Fitted:
+    def _fitted(self, max_chunk_tokens: int | None, cap: int = LONG_CHUNK_TOKENS[0]) -> _Fitted:
         """Return the chunk, the reads, the memory budget with both, and the slots in the remaining memory.
 
-        max_chunk_tokens: a requested maximum, which has priority over more staging; None: the rules choose
+        max_chunk_tokens: a requested maximum, by default with priority over more staging; None: the rules choose
+        cap: maximum of either
         """
         min_budget = self._budgets.min_budget(self._shape)
-        if max_chunk_tokens is not None:
-            chunk_tokens = self._chunk(min_budget.staging_bytes, max_chunk_tokens)
+        if max_chunk_tokens is not None and not self._options.staging_first:
+            chunk_tokens = self._chunk(min_budget.staging_bytes, max_chunk_tokens, cap)
             min_budget = self._budgets.of(
                 self._shape, prefill_chunk_tokens=chunk_tokens, staging_bytes=min_budget.staging_bytes
             )
         read_sizes = self._read_sizes(min_budget)
-        chunk_tokens = self._chunk(read_sizes.set_aside_bytes, max_chunk_tokens)
+        chunk_tokens = self._chunk(read_sizes.set_aside_bytes, max_chunk_tokens, cap)
         budget = self._budgets.of(
             self._shape, prefill_chunk_tokens=chunk_tokens, staging_bytes=read_sizes.staging_bytes
         )
@@ -340,7 +342,7 @@ class _PlanBuilder:
             + min(int(STAGING_SPARE_SHARE * spare_bytes), int(STAGING_SHARE * self._usable_bytes)),
         )
 
-    def _chunk(self, staging_bytes: int, max_tokens: int | None) -> int:
+    def _chunk(self, staging_bytes: int, max_tokens: int | None, cap: int) -> int:
         """Return the largest chunk that leaves room for staging and for the fewest slots, or the smallest chunk.
 
         max_tokens: maximum; None: the chunk's buffers take at most PREFILL_SHARE of the limit
@@ -350,7 +352,8 @@ class _PlanBuilder:
         fixed_runtime_bytes = (
             self._budgets.min_budget(self._shape).private_bytes if runtime_of(self._shape.prefill_backend) else 0
         )
-        known = CHUNK_TOKENS if max_tokens is None else (*LONG_CHUNK_TOKENS, *CHUNK_TOKENS)
+        known = [each for each in (*LONG_CHUNK_TOKENS, *CHUNK_TOKENS) if each <= cap]
+        known = known if max_tokens is not None else [each for each in known if each <= CHUNK_TOKENS[0]]
         sizes = (size for size in known if (size > min_tokens if max_tokens is None else size <= max_tokens))
         for tokens in (min(size, context) for size in sizes):
             budget = self._budgets.of(self._shape, prefill_chunk_tokens=tokens, staging_bytes=0)

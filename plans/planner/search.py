@@ -333,10 +333,12 @@ class Search:
         min_tokens = min_chunk_tokens(RunShape.of(compute))
         chunks = min_tokens, *sorted(tokens for tokens in CHUNK_TOKENS if tokens > min_tokens)
         may_read = self._may_read(start)
-        for embedding_on_flash, depth in itertools.product(
-            self._embeddings(start, may_read), self._depths(start, may_read)
+        for embedding_on_flash, depth, staging_first in itertools.product(
+            self._embeddings(start, may_read), self._depths(start, may_read), (False, True) if may_read else (False,)
         ):
-            tried = dataclasses.replace(options, depth=depth, embedding_on_flash=embedding_on_flash)
+            tried = dataclasses.replace(
+                options, depth=depth, embedding_on_flash=embedding_on_flash, staging_first=staging_first
+            )
             for candidate in self._with_chunks(start.device, tried, chunks, below_ms):
                 # Staging depends on the chunk that was asked for, so plans of the same chunk and depth may differ.
                 key = chunk_and_depth(candidate.plan)
