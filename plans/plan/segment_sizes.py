@@ -6,6 +6,8 @@ run.json; every process that attaches maps the layouts stated there.
 
 from __future__ import annotations
 
+import dataclasses
+
 from neuronpipe.native import lib
 from neuronpipe.plans.package.layout import PAGE_BYTES, quant_bytes
 from neuronpipe.plans.package.layout import Layout as ClusterLayout
@@ -19,6 +21,8 @@ from neuronpipe.protocol.memory.layout import Layout
 WORD_BYTES = 4
 STATE_ELEMENT_BYTES = 4
 STATES_PER_SEQUENCE = 2  # recurrent states: a step reads one and writes the other
+MIN_SNAPSHOTS, MAX_SNAPSHOTS = 3, 8  # of recurrent states; with fewer there are no drafted tokens
+FURTHER_STATES_SHARE = 1 / 16  # of the memory limit, for states besides two of each sequence: of drafts, and snapshots
 PARTIAL_TOKENS = 64  # maximum of tokens whose block sums a prefill step stores at once; more are computed in turns
 
 
@@ -82,6 +86,20 @@ class RunShape:
     def prefill_tokens(self, chunk_tokens: int) -> int:
         """Return the maximum of tokens in one prefill step: a chunk, or `logit_rows` tokens if that is more."""
         return max(chunk_tokens, self.logit_rows)
+
+
+def with_drafts(manifest: Manifest, shape: RunShape, draft_tokens: int, limit_bytes: int) -> RunShape:
+    """Return the shape with this many drafted tokens in a step.
+
+    If layers are recurrent, it gets the slots of their states, and drafts only if the limit has room for theirs.
+    """
+    if not manifest.model.is_recurrent:
+        return dataclasses.replace(shape, draft_tokens=draft_tokens)
+    state_bytes = STATE_ELEMENT_BYTES * manifest.model.all_state_elements
+    room = int(FURTHER_STATES_SHARE * limit_bytes // state_bytes)
+    draft_tokens = draft_tokens if room >= draft_tokens + MIN_SNAPSHOTS else 0
+    slots = STATES_PER_SEQUENCE * shape.sequences + draft_tokens + min(MAX_SNAPSHOTS, room - draft_tokens)
+    return dataclasses.replace(shape, state_slots=slots, draft_tokens=draft_tokens)
 
 
 def embedding_row_bytes(manifest: Manifest) -> int:

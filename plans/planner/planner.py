@@ -35,10 +35,9 @@ from neuronpipe.plans.plan.offloaded_blocks import Accelerator, offload_reasons,
 from neuronpipe.plans.plan.runtime_memory import runtime_of
 from neuronpipe.plans.plan.segment_sizes import (
     PARTIAL_TOKENS,
-    STATE_ELEMENT_BYTES,
-    STATES_PER_SEQUENCE,
     RunShape,
     embedding_flash_bytes,
+    with_drafts,
 )
 from neuronpipe.plans.planner.assumptions import assumptions
 from neuronpipe.plans.planner.device_facts import DeviceFacts
@@ -102,10 +101,6 @@ def _as_baseline(options: PlanOptions) -> PlanOptions:
     return dataclasses.replace(options, mode="predicted", without=frozenset({"bundle", "pipeline", "prefetch"}))
 
 
-MIN_SNAPSHOTS, MAX_SNAPSHOTS = 3, 8  # of recurrent states; with fewer there are no drafted tokens
-FURTHER_STATES_SHARE = 1 / 16  # of the memory limit, for states besides two of each sequence: of drafts, and snapshots
-
-
 @frozen
 class _Fitted:
     """The part of a plan that fits a memory limit: prefill chunk, reads, the memory budget with both, slots."""
@@ -148,25 +143,13 @@ class _PlanBuilder:
         )
         self._limit_bytes = int(device.memory_bytes if options.memory_bytes is None else options.memory_bytes)
         draft_tokens = 0 if device.accelerator is not None or "drafts" in options.without else MAX_DRAFT_TOKENS
-        if manifest.model.is_recurrent:
-            self._shape = self._shape_with_states(draft_tokens)
-        else:
-            self._shape = dataclasses.replace(self._shape, draft_tokens=draft_tokens)
+        self._shape = with_drafts(manifest, self._shape, draft_tokens, self._limit_bytes)
         if device.accelerator is not None:
             self._shape = self._offload_shape(device.accelerator)
         self._rates = rates(manifest, self._shape.mode, frequencies)
         self._usable_bytes = trusted_bytes(manifest, self._shape, self._limit_bytes)
         self._min_slots_bytes = budgets.min_slots_bytes(workers)
         self._ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
-
-    def _shape_with_states(self, draft_tokens: int) -> RunShape:
-        """Return the shape with slots for recurrent states, and with this many drafted tokens if memory allows."""
-        state_bytes = STATE_ELEMENT_BYTES * self._manifest.model.all_state_elements
-        room = int(FURTHER_STATES_SHARE * self._limit_bytes // state_bytes)
-        draft_tokens = draft_tokens if room >= draft_tokens + MIN_SNAPSHOTS else 0
-        further = draft_tokens + min(MAX_SNAPSHOTS, room - draft_tokens)
-        slots = STATES_PER_SEQUENCE * self._options.sequences + further
-        return dataclasses.replace(self._shape, state_slots=slots, draft_tokens=draft_tokens)
 
     def _offload_shape(self, accelerator: Accelerator) -> RunShape:
         """Return the shape with the requested offloaded blocks and matrices, or those that the device has room for."""

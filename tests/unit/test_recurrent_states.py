@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import struct
 import zlib
@@ -9,6 +10,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from neuronpipe.plans.lab.shapes.models import model_named
+from neuronpipe.plans.lab.shapes.pulled_manifest import manifest_of_pulled_shape
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
+from neuronpipe.plans.planner.validation import validate
+from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.loader import Hasten, Restore, Save
 from neuronpipe.protocol.messages.request import Cancel, Generate
@@ -30,6 +37,7 @@ from neuronpipe.services.coordinator.scheduling.prefix_reuse import FORGET_AFTER
 from neuronpipe.services.coordinator.scheduling.recurrent_states import NO_STATE, States
 
 from tests.unit.test_coordinator_core import NUMERICS, make_scheduler, participants_of, receive
+from tests.unit.test_planner import device
 
 SEQUENCES, SNAPSHOTS, DRAFTED, CONTEXT = 3, 2, 3, 48
 CPU = "cpu:avx2"
@@ -355,6 +363,21 @@ def test_a_state_of_drafts_is_reused_until_the_next_drafts_take_its_slot() -> No
     assert states.snapshot_target([]) == 5, "a prompt takes no slot of drafts"
     states.overwritten([3])
     assert not states.holds(3, [1, 2, 3], CPU)
+
+
+@pytest.mark.parametrize(("gib", "drafted", "slots"), [(4, 0, 2 + 4), (6, 3, 2 + 3 + 3), (16, 3, 2 + 3 + 8)])
+def test_drafts_take_their_states_from_the_share_of_snapshots(gib: int, drafted: int, slots: int) -> None:
+    """A state of this model has 55 MiB, and a sixteenth of the memory is for states besides two of the sequence."""
+    manifest = manifest_of_pulled_shape(model_named("granite-4-h-tiny"))
+    here, options = device(memory_bytes=gib << 30), PlanOptions(context_tokens=1024)
+    plan = make_plan(manifest, here, options)
+    assert (plan.compute.draft_tokens, plan.compute.state_slots) == (drafted, slots)
+    without = make_plan(manifest, here, dataclasses.replace(options, without=frozenset({"drafts"})))
+    assert (without.compute.draft_tokens, without.memory.slots_bytes) == (0, plan.memory.slots_bytes)
+    compute = dataclasses.replace(plan.compute, state_slots=2)
+    if drafted:
+        with pytest.raises(UserError, match=r"compute\.state_slots"):
+            validate(dataclasses.replace(plan, compute=compute), manifest, "p")
 
 
 def prefill(**fields: Any) -> Prefill:
