@@ -100,11 +100,14 @@ class MemorySpeed:
         return interpolate({point.piece_bytes: point.bytes_per_s for point in self.pieces}, piece_bytes)
 
 
+DESCRIBED = "described"  # the architecture of a device that a file describes: its facts are no measurements
+
+
 @frozen(kw_only=True)
 class Device:
     """One machine as this process may use it. A limit is None if there is none, a measurement if there was none."""
 
-    architecture: str  # as uname names it
+    architecture: str  # as uname names it; or DESCRIBED
     instruction_set: str  # of the kernels in use, e.g. "avx512"
     cores: tuple[Core, ...]
     cpu_quota: float | None  # processor time that the process may use, in cores

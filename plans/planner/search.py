@@ -11,7 +11,8 @@ limit with which a given speed is expected. It reads no files and measures nothi
 With more memory, faster cores, memory or flash, or fewer bytes, the chosen plan is never expected to be slower. So the
 fastest candidate is chosen, without a preference for a variant: with one, a part that becomes faster could bring the
 preferred variant back, which is slower. And what is tried at a limit includes what is tried at a smaller one. The cost
-model has small steps; so if the plan of a smaller limit is faster, the search keeps that plan, which fits as well.
+model has small steps; so if the plan of a smaller limit is faster, the search keeps that plan, which fits as well. Only
+a device that was measured briefly keeps the rules' number of workers unless another is faster by `min_gain`.
 """
 
 from __future__ import annotations
@@ -270,15 +271,23 @@ class Search:
 
     def _trial(self, limit_bytes: int | None, every_variant: bool) -> _Trial:
         starts, points, below_ms = self._starts(limit_bytes), 0, math.inf
+        is_of_rules = (starts[0].options.mode, starts[0].workers) == (self.space.modes[0], self.space.workers[0])
+
+        def slowdown(candidate: Candidate) -> float:
+            return 1.0 if not is_of_rules or candidate.workers == starts[0].workers else 1 + candidate.device.min_gain
+
         best = list(starts)
         for n in sorted(range(len(starts)), key=lambda n: self.ms(starts[n])):  # the fastest leave out most of others
-            refined = self.refinements(starts[n], self.ms(starts[n]) if every_variant else below_ms)
+            factor = slowdown(starts[n])
+            refined = self.refinements(starts[n], self.ms(starts[n]) if every_variant else below_ms / factor)
             best[n], points = min(refined, key=self.ms), points + len(refined)
-            below_ms = min(below_ms, self.ms(best[n]))
-        fastest = min(
-            best, key=lambda candidate: (self.ms(candidate), candidate.workers, candidate.plan.memory.total_bytes())
-        )
-        is_of_rules = (starts[0].options.mode, starts[0].workers) == (self.space.modes[0], self.space.workers[0])
+            below_ms = min(below_ms, self.ms(best[n]) * factor)
+
+        def rank(candidate: Candidate) -> tuple[float, int, int]:
+            judged_ms = self.ms(candidate) * slowdown(candidate)
+            return judged_ms, candidate.workers, candidate.plan.memory.total_bytes()
+
+        fastest = min(best, key=rank)
         return _Trial(
             candidates=tuple(best),
             points=points,

@@ -116,6 +116,7 @@ def device(workers: int = 2, memory_bytes: int = GIB) -> DeviceFacts:
     processes = [ProcessSpec(role=role, index=0, core=None) for role in ("coordinator", "loader", "cache", "prefill")]
     processes += [ProcessSpec(role="decode", index=n, core=n) for n in range(workers)]
     return DeviceFacts(
+        is_described=True,
         id="d",
         memory_bytes=memory_bytes,
         flash_engine="threads",

@@ -305,9 +305,19 @@ def test_without_measurements_the_rules_decide_and_it_is_said() -> None:
     assert "so nothing can be compared: the rules decide" in render(describe(one, found))
 
 
-@pytest.mark.parametrize(("slower", "kept"), [(1.01, True), (0.99, False), (0.5, False)])
+@pytest.mark.parametrize(
+    ("slower", "is_described", "kept"),
+    [
+        (1.01, True, True),
+        (0.99, True, False),
+        (0.5, True, False),
+        (0.99, False, True),
+        (0.8, False, True),
+        (0.7, False, False),
+    ],
+)
 def test_the_plan_of_the_rules_stays_unless_another_is_faster(
-    monkeypatch: pytest.MonkeyPatch, slower: float, kept: bool
+    monkeypatch: pytest.MonkeyPatch, slower: float, is_described: bool, kept: bool
 ) -> None:
     """What plans/cost/token_time.py expects is replaced, so that the difference is what the name says."""
 
@@ -323,7 +333,12 @@ def test_the_plan_of_the_rules_stays_unless_another_is_faster(
         return dataclasses.replace(made, expected=dataclasses.replace(made.expected, tokens_per_s=tokens_per_s))
 
     monkeypatch.setattr(searching, "make_plan", expecting)
-    one = search(request=ANSWER)
+    here = space()
+
+    def place(count: int) -> DeviceFacts:
+        return dataclasses.replace(here.place(count), is_described=is_described)
+
+    one = Search(LARGE, dataclasses.replace(here, place=place), PlanOptions(), ANSWER)
     found = one.within(one.limits_bytes()[-1])  # where everything is resident
     assert (found.chosen is found.rules) is kept
     assert found.chosen.workers == (2 if kept else 1)

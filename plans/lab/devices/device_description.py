@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from neuronpipe.plans.device import measured_points as points
 from neuronpipe.plans.device.cores import FULL_CAPACITY, Core, Kind, assign_cores, max_decode_workers
-from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
+from neuronpipe.plans.device.device import DESCRIBED, Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.profile import LIMITS, VERSION, DeviceProfile
 from neuronpipe.plans.lab.devices.device_file import LOADER_DEPTH, CoreClass, DeviceModel
@@ -38,7 +38,7 @@ def planner_device(model: DeviceModel, manifest: Manifest) -> Device:
     memory_bytes = int(model.memory_usable_gb.value * 1e9)
     curve = _flash(model, cores, manifest)
     device = Device(
-        architecture="described",
+        architecture=DESCRIBED,
         instruction_set=model.name,
         cores=cores,
         cpu_quota=None,
