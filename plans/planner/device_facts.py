@@ -16,7 +16,7 @@ from neuronpipe.protocol.frozen import frozen
 
 MEMORY_SHARE = 0.7  # of the memory available now, if the user names no limit
 # A device that is measured in a busy moment seems to compute with one worker as fast as with two: Granite-4-H-Tiny was
-# planned at 5.0 tokens/s with one worker and 4.5 with two, and decoded 7.6 and 16.
+# planned at 5.0 tokens/s with one worker and 4.5 with two, and decoded 7.6 and 10 to 13.
 BRIEF_MIN_GAIN = 0.3
 
 

@@ -64,6 +64,9 @@ def test_a_wrong_term_is_named_within_two_hundred_tokens_and_corrected_for_the_n
     assert forgotten["earlier_runs"] == []
     assert not any("your own" in reason for reason in forgotten["reasons"])
     assert not list(history_folder().glob("*.json"))
+    none = "earlier runs of this package on this device: none"
+    assert none in shell.call("plan", DEMO, *LIMIT, "--explain").out
+    assert "earlier runs" not in shell.call("plan", "turbosparse-100m", "--explain").out, "a shape has no runs"
 
 
 def test_nothing_is_kept_of_a_run_that_says_so_or_of_an_experiment(shell: Shell) -> None:

@@ -93,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(explain(plan), end="" if alternatives is None else f"\n{tradeoffs.render(alternatives)}")
     if history is not None and history.runs:
         print(f"\n{runs_table(history)}", end="")
-    elif arguments.explain and device is None:
+    elif arguments.explain and history is not None:
         print(f"\nearlier runs of this package on this device: none; they are compared after {MIN_TOKENS} tokens")
     if device is not None:
         share = plan.memory.slots_bytes / plan.memory.ffn_bytes
