@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.package.atomic_output import PartialDirectory, ResumableDirectory
+from neuronpipe.plans.package.atomic_output import PartialDirectory, ResumableDirectory, disk_usage_bytes
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
@@ -90,11 +90,6 @@ def _tensor_files(manifest: Manifest) -> dict[str, dict[str, tuple[str, tuple[in
     if manifest.predictor is not None:
         files[PREDICTOR] = predictor_tensors(manifest.model, manifest.predictor)
     return files
-
-
-def disk_usage_bytes(folder: Path) -> int:
-    """Return the allocated bytes of all files below a folder; files with holes take less than their length."""
-    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
 class _TensorFile:

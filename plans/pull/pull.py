@@ -21,9 +21,9 @@ from neuronpipe.plans.convert.conversion import Conversion, Report
 from neuronpipe.plans.convert.gguf.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.package.atomic_output import disk_usage_bytes
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.writer import disk_usage_bytes
 from neuronpipe.plans.pull.downloads import DownloadedFile, Downloads
 from neuronpipe.plans.pull.http_answers import Tell
 from neuronpipe.plans.pull.hub import Hub

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuronpipe.plans.gguf_part_names import gguf_file, gguf_files, model_stem, place_among_parts
-from neuronpipe.plans.package.atomic_output import whole_file
+from neuronpipe.plans.package.atomic_output import disk_usage_bytes, whole_file
 from neuronpipe.plans.package.manifest import BUNDLES, MANIFEST
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.pull.package_library import (
@@ -313,7 +313,6 @@ def _make(
     from neuronpipe.plans.convert.checkpoint import Options  # imports numpy, which other functions do not need
     from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
     from neuronpipe.plans.convert.experts_in_place import experts_in_place
-    from neuronpipe.plans.package.writer import disk_usage_bytes
 
     origin, target = Origin.of(source), packages_folder() / name
     with open_checkpoint(source, request.options or Options()) as checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -139,4 +140,4 @@ def test_a_process_started_later_believes_nothing_that_was_replaced(
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     error = f"neuronpipe: {package / file}: does not match the manifest's sha256: damaged; convert the model again\n"
-    assert errors.removeprefix("neuronpipe: starting, 3 s\n") == error  # a slow start says so
+    assert re.sub(r"neuronpipe: starting, \d+ s\n", "", errors) == error  # a slow start says so

@@ -154,9 +154,8 @@ def test_the_page_can_be_installed_and_opens_without_its_server(page: Page) -> N
     talk(page, "stays")
     stored = """const done = arguments[0]; caches.open("neuronpipe-page").then(async (store) =>
         done((await store.keys()).map(({ url }) => new URL(url).pathname)))"""
-    needed = {"/", "/page/page.css", *(f"/page/{file.name}" for file in PAGE_FOLDER.glob("*.js"))} - {
-        "/page/offline.js"
-    }
+    names = {file.name for file in PAGE_FOLDER.iterdir()} - {"index.html", "offline.js"}  # "/" and the worker itself
+    needed = {"/", *(f"/page/{name}" for name in names)}
     assert page.eventually(lambda: needed <= set(page.browser.execute_async_script(stored)))
     assert all(path == "/" or path.startswith("/page/") for path in page.browser.execute_async_script(stored))
     page.server.shutdown()

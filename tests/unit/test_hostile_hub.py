@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.plans.package.writer import disk_usage_bytes
+from neuronpipe.plans.package.atomic_output import disk_usage_bytes
 from neuronpipe.plans.pull import http_answers as answers
 from neuronpipe.plans.pull import hub as hub_module
 

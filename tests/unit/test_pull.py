@@ -19,8 +19,8 @@ from neuronpipe.launch.cli import main
 from neuronpipe.launch.verbs.packages import pull as pull_verb
 from neuronpipe.plans.convert import conversion as conversion_module
 from neuronpipe.plans.convert import convert
+from neuronpipe.plans.package.atomic_output import disk_usage_bytes
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.writer import disk_usage_bytes
 from neuronpipe.plans.pull import downloads as arrival
 from neuronpipe.plans.pull import hub as hub_module
 

@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 from neuronpipe.launch.formats import as_typed, shell_line, show_bytes
+from neuronpipe.plans.package.atomic_output import disk_usage_bytes
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.writer import disk_usage_bytes
 from neuronpipe.plans.pull.package_library import (
     is_under_way,
     package_names,

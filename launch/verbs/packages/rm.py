@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.plans.history.history_file import forget_history
+from neuronpipe.plans.package.atomic_output import disk_usage_bytes
 from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.package.parsing.parse import read_manifest
-from neuronpipe.plans.package.writer import disk_usage_bytes
 from neuronpipe.plans.pull.package_library import (
     package_names,
     packages_folder,
