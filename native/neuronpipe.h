@@ -1108,6 +1108,17 @@ void np_memory_map_from(size_t bytes);
 int np_file_give_back(int32_t file, uint64_t offset, uint64_t bytes);
 /* Ask for huge pages, an optimization. Returns NP_OK or -errno. */
 int np_memory_advise_huge(void *memory, size_t bytes);
+/* The size of the huge pages that np_memory_collapse makes; 0 if the system has none, or only ones above 4 MiB. */
+size_t np_huge_page_bytes(void);
+/* Map a file from its start, shared, at an address that is a multiple of np_huge_page_bytes. NULL with errno if that
+ * fails, or if bytes is 0 or above half of the address space. */
+void *np_memory_map(int32_t file, size_t bytes, int32_t is_writable);
+int np_memory_unmap(void *memory, size_t bytes); /* of np_memory_map. NP_OK or -errno */
+/* Make every whole huge page of this memory one in fact, allocated as a whole; what it holds stays. The memory is a
+ * writable mapping of a memory file (np_memory_map). Every process that has mapped the file so reads it faster. Returns
+ * NP_OK; -EAGAIN if some were in use and stay as they were; or another -errno, and stops, at the first that the kernel
+ * refuses because its memory is short or scattered, or because it makes none. */
+int np_memory_collapse(void *memory, size_t bytes);
 /* Lock the pages of this mapping in memory, each when it is first touched. Fails beyond RLIMIT_MEMLOCK. Returns NP_OK
  * or -errno. */
 int np_memory_lock(const void *memory, size_t bytes);

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "flash/reader.h"
+#include "flash/slot_pages.h"
 #include "flash/source.h"
 #include "process/thread.h"
 
@@ -93,8 +94,17 @@ static void fill_part(const np_loader *loader, np_flight *flight, int number)
         copy_run(config, &run);
 }
 
-void np_fill_slots(const np_loader *loader, np_flight *flight)
+static void prepare_slots(np_loader *loader, const np_flight *flight)
 {
+    for (uint32_t i = 0; i < flight->claim_count; i++) {
+        np_part_state *part = &loader->parts[flight->claims[i].part];
+        np_slot_pages_prepare(&part->pages, &part->config, flight->claims[i].slot);
+    }
+}
+
+void np_fill_slots(np_loader *loader, np_flight *flight)
+{
+    prepare_slots(loader, flight);
     for (uint32_t i = 0; !flight->is_complete && i < flight->claim_count; i++)
         flight->claims[i].is_valid = 0;
     if (flight->is_complete && loader->reading.source)
@@ -125,8 +135,9 @@ static void fill_claim(const np_loader_part *config, const np_flight *flight, np
     claim->is_valid = arrived == config->part_bytes && claim->checksum == config->checksums[(size_t)claim->id * config->checksum_stride];
 }
 
-void np_fill_arrived(const np_loader *loader, np_flight *flight, uint64_t end)
+void np_fill_arrived(np_loader *loader, np_flight *flight, uint64_t end)
 {
+    prepare_slots(loader, flight);
     for (uint32_t i = 0; i < flight->claim_count; i++)
         fill_claim(&loader->parts[flight->claims[i].part].config, flight, &flight->claims[i], end);
 }

@@ -3,12 +3,12 @@
 #define NP_FLASH_FILL_H
 #include "flash/loader_state.h"
 
-/* Verify each claim of a flight, and copy valid ones into their slots. Touches nothing else of the loader, so that
- * several flights may be filled at once. */
-void np_fill_slots(const np_loader *loader, np_flight *flight);
+/* Verify each claim of a flight, and copy valid ones into their slots. Several flights may be filled at once: of the
+ * loader only the pages of slots change, which have a lock. */
+void np_fill_slots(np_loader *loader, np_flight *flight);
 /* The same for a long range of which only bytes before `end`, an offset in the file, have arrived: go on with claims from
  * where they were left. Those that are whole are valid, or their checksums are wrong. */
-void np_fill_arrived(const np_loader *loader, np_flight *flight, uint64_t end);
+void np_fill_arrived(np_loader *loader, np_flight *flight, uint64_t end);
 
 /* The second thread. A NULL filler accepts nothing. Only the loader's thread calls these functions. */
 np_filler *np_filler_start(np_loader *loader);

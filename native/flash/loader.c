@@ -20,6 +20,7 @@
 #include "flash/fill.h"
 #include "flash/gather.h"
 #include "flash/queues.h"
+#include "flash/slot_pages.h"
 #include "flash/warm_up.h"
 
 enum {
@@ -221,6 +222,8 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
         np_set_add(state->granted, slots[i]);
         state->free[state->free_count++] = slots[i];
     }
+    for (size_t i = 0; i < count; i++)
+        np_slot_pages_grant(&state->pages, &state->config, slots[i]);
     state->exhausted = count == 0;
     return (int)count;
 }
@@ -320,8 +323,7 @@ int np_loader_trim(np_loader *loader, int part, uint32_t first_slot)
             return NP_E_ARGUMENT;
     if (config->slots_file < 0 || first_slot >= config->slot_count)
         return NP_OK;
-    const uint64_t before = (uint64_t)first_slot * config->slot_bytes, all = (uint64_t)config->slot_count * config->slot_bytes;
-    return np_file_give_back(config->slots_file, config->slots_file_offset + before, all - before) == NP_OK ? NP_OK : NP_E_IO;
+    return np_slot_pages_trim(&loader->parts[part].pages, config, first_slot);
 }
 
 void np_loader_read_state(const np_loader *loader, np_loader_state *out)

@@ -5,6 +5,7 @@
 #include "flash/fill.h"
 #include "flash/loader.h"
 #include "flash/reader.h"
+#include "flash/slot_pages.h"
 #include "flash/source.h"
 
 enum {
@@ -108,7 +109,7 @@ static int create_part(np_part_state *part, const np_loader_part *config)
     part->config = *config;
     part->free = calloc(config->slot_count + 1u, sizeof *part->free);
     part->granted = calloc(config->slot_count / 64 + 1u, sizeof *part->granted);
-    return part->free && part->granted;
+    return np_slot_pages_create(&part->pages, config) && part->free && part->granted;
 }
 
 /* Map the staging buffers, with huge pages if possible, and register those of ordinary reads with the reader. */
@@ -230,6 +231,7 @@ void np_loader_destroy(np_loader *loader)
         free(loader->warm_up.pinned[i]);
         free(loader->parts[i].free);
         free(loader->parts[i].granted);
+        np_slot_pages_destroy(&loader->parts[i].pages);
     }
     if (loader->staging) {
         np_reader_register(loader->reader, NULL, 0);

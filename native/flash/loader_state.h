@@ -7,9 +7,11 @@
  *   warm_up.c      clusters to load while nothing else waits
  *   queues.c       queues of requested clusters
  *   fill.c, failures.c    from staging into slots; clusters that cannot be read
+ *   slot_pages.c   huge pages under slots
  *   source.c       experts that are read from files of another format */
 #ifndef NP_FLASH_LOADER_STATE_H
 #define NP_FLASH_LOADER_STATE_H
+#include <pthread.h>
 #include <stdint.h>
 
 #include "neuronpipe.h"
@@ -33,13 +35,24 @@ typedef struct {
     uint32_t starved;  /* the oldest entries, already counted as having waited for a slot */
 } np_queue;
 
+/* The memory of a part's slots, as this process has mapped it. Sizes are counted from the first slot on. */
+typedef struct {
+    size_t huge_bytes;    /* size of a huge page, 0: none are made */
+    uint8_t *tried;       /* for each huge page: 1 if it was made, or is being made, or could not be made */
+    int is_refused;       /* the system makes no more of them */
+    size_t granted_bytes; /* that may be used: to the end of the last slot that was granted since memory was returned */
+    size_t mapped_bytes;  /* copying into them causes no page faults */
+    int cannot_map;       /* the system maps nothing in advance */
+    pthread_rwlock_t lock; /* exclusive: memory is returned; shared: huge pages are made */
+} np_slot_pages;
+
 typedef struct {
     np_loader_part config;
     uint32_t *free; /* [slot_count] stack */
     uint32_t free_count;
     int exhausted;  /* the last grant was empty: the cache can free no slot until windows close */
     uint64_t *granted; /* a bit per slot that is free or being filled; the cache owns the others */
-    size_t mapped_bytes; /* of the slots, from the first on: mapped, so that copying into them causes no page faults */
+    np_slot_pages pages;
 } np_part_state;
 
 /* Sets of clusters and of slots: one bit each, since a large model has millions. */

@@ -6,13 +6,13 @@
 #include <errno.h>
 #include <poll.h>
 #include <stdint.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "flash/drain.h"
 #include "flash/loader.h"
 #include "flash/queues.h"
 #include "flash/reader.h"
+#include "flash/slot_pages.h"
 #include "sync/clock.h"
 
 enum {
@@ -53,21 +53,11 @@ static void clear_signal(int descriptor)
  * them. If every cluster has a slot, none is written twice, and mapping would only delay the first requests. */
 static int map_some_slots(np_loader *loader)
 {
-#ifdef MADV_POPULATE_WRITE
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
         np_part_state *part = &loader->parts[i];
-        const size_t all = (size_t)part->config.slot_count * part->config.slot_bytes;
-        if (part->config.slots_file < 0 || part->mapped_bytes >= all || part->config.slot_count >= part->config.cluster_count)
-            continue;
-        const size_t bytes = all - part->mapped_bytes < MAPPED_AT_ONCE ? all - part->mapped_bytes : MAPPED_AT_ONCE;
-        const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), place = (uintptr_t)part->config.slots + part->mapped_bytes;
-        const uintptr_t from = place / page * page;
-        const int mapped = madvise((void *)from, place + bytes - from, MADV_POPULATE_WRITE) == 0;
-        part->mapped_bytes = mapped ? part->mapped_bytes + bytes : all;
-        return 1;
+        if (part->config.slot_count < part->config.cluster_count && np_slot_pages_map(&part->pages, &part->config, MAPPED_AT_ONCE))
+            return 1;
     }
-#endif
-    (void)loader;
     return 0;
 }
 

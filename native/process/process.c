@@ -1,13 +1,9 @@
-/* Process settings: parent death signal, name, memory. */
+/* Process settings: parent death signal, name, the C library's memory. */
 #include "neuronpipe.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <malloc.h>
 #include <signal.h>
-#include <sys/mman.h>
 #include <sys/prctl.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 int np_process_die_with(int32_t parent)
@@ -22,36 +18,6 @@ int np_process_die_with(int32_t parent)
 int np_process_name(const char *name)
 {
     return prctl(PR_SET_NAME, name, 0, 0, 0) == 0 ? NP_OK : NP_E_ARGUMENT;
-}
-
-int np_memory_advise_huge(void *memory, size_t bytes)
-{
-#ifdef MADV_HUGEPAGE
-    return madvise(memory, bytes, MADV_HUGEPAGE) == 0 ? NP_OK : -errno;
-#else
-    (void)memory, (void)bytes;
-    return -ENOSYS;
-#endif
-}
-
-int np_memory_lock(const void *memory, size_t bytes)
-{
-#ifdef SYS_mlock2
-    enum { ON_FAULT = 1 }; /* MLOCK_ONFAULT; some C libraries do not define it */
-    return syscall(SYS_mlock2, memory, bytes, ON_FAULT) == 0 ? NP_OK : -errno;
-#else
-    (void)memory, (void)bytes;
-    return -ENOSYS;
-#endif
-}
-
-int np_file_give_back(int32_t file, uint64_t offset, uint64_t bytes)
-{
-    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
-    const uint64_t first = (offset + page - 1) / page * page, end = (offset + bytes) / page * page;
-    if (first >= end)
-        return NP_OK;
-    return fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)first, (off_t)(end - first)) == 0 ? NP_OK : -errno;
 }
 
 void np_memory_give_back(void)

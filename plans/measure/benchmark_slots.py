@@ -1,12 +1,12 @@
 """Weight slots for kernel benchmarks: laid out as in a run, in memory that processes share.
 
-The memory is larger than the caches of most machines. Its weights are meaningless: all bytes are equal, and as a scale
-they are a small number.
+The memory is larger than the caches of most machines, and in huge pages where the slots of runs are. Its weights are
+meaningless: all bytes are equal, and as a scale they are a small number.
 """
 
 from __future__ import annotations
 
-import mmap
+import os
 import random
 import re
 from array import array
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ROW_TYPES, ffi
+from neuronpipe.native.huge_mapping import HugeMapping, collapse
 from neuronpipe.plans.package.layout import Layout, Quantization, compute_layout, quant_bytes, row_bytes, scale_bytes
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.memory.segments import create_memory_file
 
 WEIGHT_BYTE = 0x11
 MIN_BYTES, MAX_BYTES = 64 << 20, 1 << 30
@@ -30,11 +32,11 @@ NEURONS_PER_WEIGHT = 3.5  # neurons of a layer relative to its width, as in comm
 class BenchmarkMemory:
     """Memory that was mapped as shared, before the processes that use it are forked."""
 
-    mapping: mmap.mmap
+    content: memoryview
 
     @property
     def pointer(self) -> Any:
-        return ffi.from_buffer("uint8_t[]", self.mapping)
+        return ffi.from_buffer("uint8_t[]", self.content)
 
 
 def allocate_benchmark_memory(
@@ -48,12 +50,17 @@ def allocate_benchmark_memory(
     size_bytes = min(target_bytes, available_bytes // 16) // MIN_BYTES * MIN_BYTES
     if size_bytes < max(MIN_BYTES, workers * WORKER_BYTES):
         return None
-    memory = mmap.mmap(-1, size_bytes)
-    ffi.memmove(memory, bytes([WEIGHT_BYTE]) * MIN_BYTES, MIN_BYTES)
-    for offset in range(MIN_BYTES, size_bytes, MIN_BYTES):
-        target = ffi.from_buffer(memory)[offset : offset + MIN_BYTES]
-        ffi.memmove(target, ffi.from_buffer(memory)[0:MIN_BYTES], MIN_BYTES)
-    return BenchmarkMemory(memory)
+    file = create_memory_file("benchmark")
+    try:
+        os.ftruncate(file, size_bytes)
+        content = HugeMapping(file, size_bytes, writable=True).content
+    finally:
+        os.close(file)
+    collapse(content)
+    weights = bytes([WEIGHT_BYTE]) * MIN_BYTES
+    for offset in range(0, size_bytes, MIN_BYTES):
+        content[offset : offset + MIN_BYTES] = weights
+    return BenchmarkMemory(content)
 
 
 def largest_cache_bytes(root: Path) -> int:

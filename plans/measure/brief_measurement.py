@@ -83,7 +83,7 @@ def measure_briefly(
         taken_at=round(taken_at, 1),
         cores=classes,
         decode_workers=len(cores),
-        arena_bytes=len(memory.mapping) if memory else 0,
+        arena_bytes=len(memory.content) if memory else 0,
         cache_bytes=largest_cache_bytes(Path("/")),
         dram=dram,
         decode=tuple(point for point in points if isinstance(point, DecodePoint)),

@@ -129,7 +129,7 @@ class _Measurement:
             busy=round(max(load.processor_share(), load.storage_share()), 3),
             cores=self._classes,
             decode_workers=len(self._cores),
-            arena_bytes=len(memory.mapping) if memory else 0,
+            arena_bytes=len(memory.content) if memory else 0,
             cache_bytes=cache_bytes,
             dram=dram,
             decode=tuple(point for point in points if isinstance(point, DecodePoint)),

@@ -215,8 +215,8 @@ class _Bench:
     """One worker's part of the memory, and its vectors."""
 
     def __init__(self, process: BenchmarkProcess, memory: BenchmarkMemory) -> None:
-        self._mapping = memory.mapping
-        self._size_bytes = len(memory.mapping) // process.count // mmap.PAGESIZE * mmap.PAGESIZE
+        self._content = memory.content
+        self._size_bytes = len(memory.content) // process.count // mmap.PAGESIZE * mmap.PAGESIZE
         self._first_byte = process.index * self._size_bytes
         self._start = int(ffi.cast("uintptr_t", memory.pointer)) + self._first_byte
         self._neurons: dict[tuple[Quantization, int], Neurons] = {}
@@ -228,7 +228,7 @@ class _Bench:
         A forked process takes a page fault at its first access to a page. A hypervisor with shadow page tables maps
         pages that were idle for a second one by one, at up to 30 us each: that is slower than flash.
         """
-        _ = self._mapping[self._first_byte : self._first_byte + self._size_bytes : mmap.PAGESIZE]
+        self._content[self._first_byte : self._first_byte + self._size_bytes : mmap.PAGESIZE].tobytes()
 
     def repetition(self, case: Case, calls: Calls, block: int, budget_s: float) -> tuple[list[float], int]:
         """Return the speed of the median call for each kind of the case, and the block to continue with.

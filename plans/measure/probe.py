@@ -37,7 +37,7 @@ from neuronpipe.plans.package.reader import neurons_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-CACHE_VERSION = 7
+CACHE_VERSION = 8
 ENGINES = ("io_uring", "threads")
 CACHED_BYTES = 32 << 20  # a processor's cache may hold a smaller package
 CONFIRM_AFTER_S = 600.0  # age from which on a device profile is confirmed: a load at its time may have ended

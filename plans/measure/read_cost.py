@@ -220,7 +220,7 @@ def _pair(
 def _compute_step(memory: BenchmarkMemory) -> Callable[[], None]:
     """Return a function that computes the triggers of a block of a 7B model, the next block with each call."""
     start = int(ffi.cast("uintptr_t", memory.pointer))
-    neurons = Neurons("q4", 4096, start, len(memory.mapping))
+    neurons = Neurons("q4", 4096, start, len(memory.content))
     blocks = [neurons.rows(0, neurons.whole_block(block)) for block in range(neurons.blocks)]
     vector = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, lib.np_activation_bytes(neurons.type, 4096)))
     lib.np_activation_prepare(neurons.type, ffi.new("float[]", [1.0] * 4096), 4096, vector)

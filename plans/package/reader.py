@@ -150,18 +150,20 @@ class Package:
         *,
         skipped: TensorEntry | None = None,
         pass_rows: Callable[[memoryview], None] = lambda rows: None,
+        prepare: Callable[[memoryview], None] = lambda memory: None,
     ) -> None:
         """Read a whole file into memory of its size. Raises UserError if it cannot be read or differs from its hash in
         the manifest.
 
         skipped: a tensor whose place in memory is not written
         pass_rows: receives the rows of `skipped`, some at a time
+        prepare: receives memory that is written next, while earlier pieces are hashed; each byte of it twice
         """
         file, digest, at = self.path / name, hashlib.sha256(), 0
         try:
             # A thread hashes a piece while the next is read: both take about the same time.
             with ThreadPoolExecutor(1) as hashing:
-                for piece in passing(file, _targets(into, skipped)):
+                for piece in passing(file, _targets(into, skipped, prepare)):
                     if skipped is not None and skipped.start <= at < skipped.stop:
                         hashed = hashing.submit(digest.update, piece)
                         pass_rows(piece)
@@ -236,19 +238,23 @@ def neurons_file(directory: Path) -> Path | None:
     return Path(max(files, key=lambda file: file.bytes).path) if files else None
 
 
-def _targets(into: memoryview, skipped: TensorEntry | None) -> Iterator[memoryview]:
+def _targets(
+    into: memoryview, skipped: TensorEntry | None, prepare: Callable[[memoryview], None]
+) -> Iterator[memoryview]:
     """Yield memory for a file's pieces: blocks of `into`, and for the rows of `skipped` memory that is reused."""
     if skipped is None:
-        yield from _blocks(into, 0, len(into))
+        yield from _blocks(into, 0, len(into), prepare)
         return
     rows = memoryview(bytearray(max(1, BLOCK_BYTES // skipped.row_bytes) * skipped.row_bytes))
-    yield from _blocks(into, 0, skipped.start)
+    yield from _blocks(into, 0, skipped.start, prepare)
     yield from (rows[: skipped.stop - at] for at in range(skipped.start, skipped.stop, len(rows)))
-    yield from _blocks(into, skipped.stop, len(into))
+    yield from _blocks(into, skipped.stop, len(into), prepare)
 
 
-def _blocks(into: memoryview, start: int, stop: int) -> Iterator[memoryview]:
+def _blocks(into: memoryview, start: int, stop: int, prepare: Callable[[memoryview], None]) -> Iterator[memoryview]:
     for at in range(start, stop, BLOCK_BYTES):
+        with into[at : min(at + 2 * BLOCK_BYTES, stop)] as ahead:  # a huge page may lie in two blocks
+            prepare(ahead)
         with into[at : min(at + BLOCK_BYTES, stop)] as block:
             yield block
 

@@ -23,7 +23,7 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -74,7 +74,7 @@ class Segment(Closing):
     @classmethod
     def create(cls, layout: Layout, generation: int = 1) -> Segment:
         """Create a zeroed segment of fixed size. Raises UserError if memory is short."""
-        fd = _memfd_create(f"neuronpipe-{layout.name}")
+        fd = create_memory_file(layout.name)
         try:
             os.ftruncate(fd, layout.total_bytes)
             header = _HEADER.pack(
@@ -152,29 +152,56 @@ class Segment(Closing):
         """Return True once `seal` was called."""
         return bool(fcntl.fcntl(self.fd, _F_GET_SEALS) & _SEAL_WRITE)
 
-    def map(self, *, writable: bool = False) -> Mapping:
+    def map(self, *, writable: bool = False, mapper: Mapper | None = None) -> Mapping:
         """Map the whole segment. Raises PermissionError for a writable mapping if the descriptor is read-only or the
-        segment sealed."""
-        return Mapping(self, writable)
+        segment sealed.
+
+        mapper: maps the file, e.g. at a certain address; None: Python's mmap
+        """
+        return Mapping(self, writable, mapper or _PlainMapping)
 
     def close(self) -> None:
         """Close the descriptor. Mappings stay."""
         os.close(self.fd)
 
 
+class MappedFile(Protocol):
+    """A file as shared memory. `close` unmaps it, or raises BufferError while its memory is in use."""
+
+    content: memoryview[Any]
+
+    def close(self) -> None: ...
+
+
+class Mapper(Protocol):
+    """Maps the first `size_bytes` of a descriptor's file."""
+
+    def __call__(self, file: int, size_bytes: int, *, writable: bool) -> MappedFile: ...
+
+
+class _PlainMapping:
+    def __init__(self, file: int, size_bytes: int, *, writable: bool) -> None:
+        self._memory = mmap.mmap(file, size_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        self.content = memoryview(self._memory)
+
+    def close(self) -> None:
+        self.content.release()
+        self._memory.close()
+
+
 class Mapping(Closing):
     """A mapped segment. `view` returns its fields as flat memoryviews, which are valid until `close`."""
 
-    def __init__(self, segment: Segment, writable: bool) -> None:
+    def __init__(self, segment: Segment, writable: bool, mapper: Mapper) -> None:
         self.layout = segment.layout
         self.writable = writable
         if writable:
-            self._memory = mmap.mmap(segment.fd, self.layout.total_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._memory = mapper(segment.fd, self.layout.total_bytes, writable=True)
         else:
             # Kernels before 6.7 count any mapping of a writable descriptor as writable, and refuse to seal then.
             with segment.read_only() as reader:
-                self._memory = mmap.mmap(reader.fd, self.layout.total_bytes, prot=mmap.PROT_READ)
-        self._views: list[memoryview[Any]] = [memoryview(self._memory)]
+                self._memory = mapper(reader.fd, self.layout.total_bytes, writable=False)
+        self._views: list[memoryview[Any]] = [self._memory.content]
 
     @property
     def content(self) -> memoryview[Any]:
@@ -193,7 +220,7 @@ class Mapping(Closing):
         """Release all views and unmap. Raises BufferError, and leaves the segment mapped, while another object still
         uses a view."""
         try:
-            while self._views:
+            while len(self._views) > 1:
                 self._views[-1].release()
                 self._views.pop()
             self._memory.close()
@@ -201,15 +228,17 @@ class Mapping(Closing):
             raise BufferError(f"segment {self.layout.name}: still in use: {error}") from None
 
 
-def _memfd_create(name: str) -> int:
-    """Call os.memfd_create, or the system call by its number if Python lacks it (built for an Android older than
-    11)."""
+def create_memory_file(name: str) -> int:
+    """Return the descriptor of a new memory file, which can be sealed. Raises OSError, or UserError where the system
+    call is not known."""
+    name = f"neuronpipe-{name}"
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     return _memfd_create_by_number(name)
 
 
 def _memfd_create_by_number(name: str) -> int:
+    """Call what Python lacks if it was built for an Android older than 11."""
     import ctypes  # slow to import, and only such phones need it
 
     number = _MEMFD_CREATE.get(os.uname().machine)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.native.huge_mapping import HugeMapping, collapse
 from neuronpipe.plans.package.manifest import FIXED, PREDICTOR
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Flash
@@ -48,7 +49,7 @@ def load_fixed(package: Package, segment: Segment) -> None:
     """
     if segment.sealed:
         return
-    with segment.map(writable=True) as mapping:
+    with segment.map(writable=True, mapper=HugeMapping) as mapping:
         targets = {FIXED: mapping.view("file"), PREDICTOR: mapping.view("predictor")}
         loaded = {name: target for name, target in targets.items() if len(target)}
         package.verify_fixed(loaded=loaded.keys())
@@ -56,9 +57,10 @@ def load_fixed(package: Package, segment: Segment) -> None:
         embedding = package.embedding_quants if len(checksums) else None
         for name, target in loaded.items():
             if name == FIXED and embedding is not None:
-                package.load(name, target, skipped=embedding, pass_rows=_RowChecksums(embedding.row_bytes, checksums))
+                pass_rows = _RowChecksums(embedding.row_bytes, checksums)
+                package.load(name, target, skipped=embedding, pass_rows=pass_rows, prepare=collapse)
             else:
-                package.load(name, target)
+                package.load(name, target, prepare=collapse)
         for target in (*targets.values(), checksums):
             target.release()
     segment.seal()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.native.huge_mapping import HugeMapping
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.segment_sizes import WORD_BYTES, run_layouts
@@ -34,6 +35,9 @@ WRITES: dict[str, frozenset[str]] = {
     "prefill": frozenset({"residency", "kv", "exchange", "trace"}),
     "accelerator": frozenset({"kv", "exchange", "trace"}),
 }
+HUGE = frozenset({"fixed", "slots"})
+"""Segments with weights, which the loader puts into huge pages: all processes map them at addresses that suit these."""
+
 LOCKS = ("loader", "decode", "prefill")
 """Roles that lock the memory they map, where the system allows it (`doctor` says whether). Otherwise systems swap out
 or unmap pages that were not used for a while, so that the next access is a page fault."""
@@ -80,7 +84,11 @@ class RunMemory:
                 opened[name] = segment
             if role != "supervisor" and opened.get(name) is not segment:
                 segment.close()
-        mappings = {name: opened[name].map(writable=name in writes) for name in opened if name in reads | writes}
+        mappings = {
+            name: segment.map(writable=name in writes, mapper=HugeMapping if name in HUGE else None)
+            for name, segment in opened.items()
+            if name in reads | writes
+        }
         if role in LOCKS:
             for mapping in mappings.values():
                 with ffi.from_buffer(mapping.content) as content:

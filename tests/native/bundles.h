@@ -16,6 +16,9 @@
 #define BUNDLE_CLUSTERS 96
 #define BUNDLE_SLOTS 40
 #endif
+#ifndef BUNDLE_SLOTS_FILE_OFFSET
+#define BUNDLE_SLOTS_FILE_OFFSET 131072
+#endif
 
 enum {
     BASE = 4096,
@@ -26,7 +29,7 @@ enum {
     SLOTS = BUNDLE_SLOTS,
     DEPTH = 8,
     QUEUE = 64,
-    SLOTS_FILE_OFFSET = 131072, /* of the second part, behind the first in a memory file */
+    SLOTS_FILE_OFFSET = BUNDLE_SLOTS_FILE_OFFSET, /* of the second part, behind the first in a memory file */
 };
 
 static const uint32_t part_bytes[2] = {TRIGGER_BYTES, VALUE_BYTES};
@@ -73,8 +76,8 @@ static inline void map_slots(void)
     slots_file = memfd_create("slots", 0);
     const size_t bytes = SLOTS_FILE_OFFSET + (size_t)SLOTS * slot_bytes[1];
     REQUIRE(slots_file >= 0 && ftruncate(slots_file, (off_t)bytes) == 0);
-    uint8_t *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, slots_file, 0);
-    REQUIRE(memory != MAP_FAILED);
+    uint8_t *memory = np_memory_map(slots_file, bytes, 1);
+    REQUIRE(memory != NULL);
     for (int part = 0; part < 2; part++) {
         free(slots[part]);
         slots[part] = memory + (part ? SLOTS_FILE_OFFSET : 0);

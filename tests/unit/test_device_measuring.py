@@ -141,8 +141,8 @@ def test_benchmark_memory_is_larger_than_the_caches_where_memory_allows(tmp_path
     assert largest_cache_bytes(tmp_path / "none") == 0
     memory = allocate_benchmark_memory(16 * 100 * MIB, 128 * MIB, 2)
     assert memory is not None
-    assert len(memory.mapping) == 64 * MIB  # no more than a sixteenth of what is available
-    assert memory.mapping[:1] == memory.mapping[-1:] == b"\x11"
+    assert len(memory.content) == 64 * MIB  # no more than a sixteenth of what is available
+    assert memory.content[:1] == memory.content[-1:] == b"\x11"
     assert allocate_benchmark_memory(16 * 63 * MIB, 0, 1) is None
     assert allocate_benchmark_memory(16 * 64 * MIB, 0, 8) is None
 
