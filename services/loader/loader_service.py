@@ -24,7 +24,7 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost, UserError
 from neuronpipe.protocol.links import CACHE
 from neuronpipe.protocol.memory.residency import TRIGGER, VALUE
-from neuronpipe.protocol.memory.segments import Segment
+from neuronpipe.protocol.memory.segments import Closing, Segment
 from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts, Trimmed
 from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
 from neuronpipe.services.loader.native_source import NativeSource
@@ -57,8 +57,8 @@ def load_fixed(package: Package, segment: Segment) -> None:
         embedding = package.embedding_quants if len(checksums) else None
         for name, target in loaded.items():
             if name == FIXED and embedding is not None:
-                pass_rows = _RowChecksums(embedding.row_bytes, checksums)
-                package.load(name, target, skipped=embedding, pass_rows=pass_rows, prepare=collapse)
+                with _RowChecksums(embedding.row_bytes, checksums) as rows:
+                    package.load(name, target, skipped=embedding, pass_rows=rows, prepare=collapse)
             else:
                 package.load(name, target, prepare=collapse)
         for target in (*targets.values(), checksums):
@@ -66,7 +66,7 @@ def load_fixed(package: Package, segment: Segment) -> None:
     segment.seal()
 
 
-class _RowChecksums:
+class _RowChecksums(Closing):
     """Stores the CRC-32C of each row that is passed to it, one after the other."""
 
     def __init__(self, row_bytes: int, checksums: memoryview) -> None:
@@ -81,6 +81,10 @@ class _RowChecksums:
         following = self._checksums[count:]
         self._checksums.release()
         self._checksums = following
+
+    def close(self) -> None:
+        """Release the memory that follows the last checksum."""
+        self._checksums.release()
 
 
 def _open_reader(package: Package, flash: Flash, flight_reads: int) -> Any:
