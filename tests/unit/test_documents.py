@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MAX_ROOT_WORDS, MAX_README_WORDS, MAX_WORDS = 900, 800, 40_450
+MAX_ROOT_WORDS, MAX_README_WORDS, MAX_WORDS = 900, 800, 40_400
 MAX_LINE = 120
 NORMATIVE = ("protocol/SPEC.md", "plans/package/FORMAT.md")
 GENERATED = (
@@ -16,6 +16,7 @@ GENERATED = (
     "tests/bench/results/README.md",
     "tests/bench/results/community/README.md",
     "tests/bench/results/simulated-paper.md",
+    "tests/bench/results/llama-server-tests.md",
 )
 GENERATED_PART = re.compile(r"<!-- generated: \w+ -->.*?<!-- end -->", re.DOTALL)  # of protocol/SPEC.md
 FOLDERS = (".", "protocol", "native", "plans", "services", "launch", "tests")
