@@ -39,8 +39,13 @@ class DirectAnswer:
 class DirectConstraints:
     """`Constraints` by the library, in this process."""
 
+    needs_memory = False
+
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
+
+    def set_memory(self, is_reserved: bool) -> None:
+        """Nothing is reserved for it."""
 
     def start(self, ask: Generate) -> DirectAnswer:
         """As in `Constraints`."""

@@ -1,10 +1,11 @@
-"""KV and prefill memory borrowed for weight slots until sequences need it.
+"""Memory of the KV cache, of prefill and of grammars, borrowed for weight slots until sequences need it.
 
-The KV cache has unused memory while sequences are shorter than the context, and the stage of prompts is unused while
-there is no prompt. PowerInfer-2 resizes its cache with the batch; here the cache grows and shrinks with the sequences.
+The KV cache has unused memory while sequences are shorter than the context, the stage of prompts is unused while there
+is no prompt, and few requests have a grammar. PowerInfer-2 resizes its cache with the batch; here the cache grows and
+shrinks with the sequences.
 
-    reserved  keys and values of every KV slot, in whole grants of tokens, the stage of the prompt under way, and all
-              recurrent states
+    reserved  keys and values of every KV slot, in whole grants of tokens, the stage of the prompt under way, all
+              recurrent states, and the helper process for grammars while it runs
     borrowed  those of the plan's borrowed slots that fit into borrowable memory that is not reserved
 
 The coordinator reserves memory before a step needs it, and the cache reclaims slots for that (services/cache).
@@ -39,6 +40,7 @@ class BorrowableMemory:
     chunk_tokens: maximum of tokens in a prompt's step
     kv_bytes: bytes of all KV slots with full contexts
     stage_bytes: bytes of the stage for a prompt's largest step
+    grammars_bytes: growth of the helper process for grammars, with the vocabulary
     """
 
     manifest: Manifest
@@ -46,6 +48,7 @@ class BorrowableMemory:
     chunk_tokens: int
     kv_bytes: int
     stage_bytes: int
+    grammars_bytes: int
 
     @classmethod
     def of(cls, manifest: Manifest, compute: Compute, memory: Memory) -> BorrowableMemory:
@@ -55,12 +58,13 @@ class BorrowableMemory:
             chunk_tokens=compute.prefill_chunk_tokens,
             kv_bytes=memory.kv_bytes,
             stage_bytes=memory.prefill_stage_bytes,
+            grammars_bytes=memory.vocabulary_bytes + memory.grammars_bytes,
         )
 
     @property
     def total_bytes(self) -> int:
-        """All borrowable bytes: those that full contexts and a prompt's largest step need."""
-        return self.kv_bytes + self.stage_bytes
+        """All borrowable bytes: those that full contexts, a prompt's largest step and grammars need."""
+        return self.kv_bytes + self.stage_bytes + self.grammars_bytes
 
     @functools.cached_property
     def grant_tokens(self) -> int:
@@ -77,16 +81,20 @@ class BorrowableMemory:
         """Return for how many tokens the stage is reserved if a prompt's step has `tokens`: a short stage, or all."""
         return SHORT_PROMPT_TOKENS if tokens <= SHORT_PROMPT_TOKENS < self.chunk_tokens else self.chunk_tokens
 
-    def reserved_bytes(self, kv_tokens: Sequence[int], stage_tokens: int) -> int:
-        """Return the bytes that are reserved for sequences and for a prompt's stage.
+    def reserved_bytes(self, kv_tokens: Sequence[int], stage_tokens: int, *, has_grammars: bool = False) -> int:
+        """Return the bytes that are reserved for sequences, for a prompt's stage and for grammars.
 
         kv_tokens: for each KV slot, the tokens that it stores
         stage_tokens: result of the method `stage_tokens`; 0 without a prompt
+        has_grammars: whether a helper process compiles grammars or follows answers through them
         """
         kv_bytes = min(self.kv_bytes, self._state_bytes + self._slots_bytes(kv_tokens))
-        if stage_tokens == SHORT_PROMPT_TOKENS < self.chunk_tokens:
-            return kv_bytes + self._short_stage_bytes
-        return kv_bytes + (self.stage_bytes if stage_tokens else 0)
+        return kv_bytes + self._stage_bytes(stage_tokens) + (self.grammars_bytes if has_grammars else 0)
+
+    def _stage_bytes(self, tokens: int) -> int:
+        if tokens == SHORT_PROMPT_TOKENS < self.chunk_tokens:
+            return self._short_stage_bytes
+        return self.stage_bytes if tokens else 0
 
     @property
     def _state_bytes(self) -> int:
@@ -118,12 +126,15 @@ class BorrowableMemory:
         return total_bytes
 
 
-def max_borrowed_bytes(budget: MemoryBudget) -> int:
+def max_borrowed_bytes(budget: MemoryBudget, grammars_bytes: int) -> int:
     """Return the maximum of bytes that slots may borrow in a run with this budget.
 
     NEVER_BORROWED_BYTES are left out, since the memory of processes was measured while a part of it was unused.
+
+    grammars_bytes: the field of `Memory`
     """
-    return max(0, budget.kv_bytes + budget.prefill_stage_bytes - NEVER_BORROWED_BYTES)
+    borrowable_bytes = budget.kv_bytes + budget.prefill_stage_bytes + budget.vocabulary_bytes + grammars_bytes
+    return max(0, borrowable_bytes - NEVER_BORROWED_BYTES)
 
 
 def usable_borrowed_slots(memory: Memory, borrowable: BorrowableMemory, reserved_bytes: int) -> PartCounts:

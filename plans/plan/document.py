@@ -26,7 +26,7 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.marks import Range
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 15
+VERSION = 16
 MAX_PLAN_BYTES = 16 << 20
 MAX_CORRECTION = 8.0
 
@@ -149,6 +149,7 @@ class MemoryBudget:
     prefill_stage_bytes: int
     # without a layout
     interpreters_bytes: int
+    vocabulary_bytes: int  # growth of the helper process for grammars while it reads the vocabulary
     private_bytes: int  # engines, sampling
     bookkeeping_bytes: int  # state of each cluster in the loader and in the cache
     staging_bytes: int  # buffers of the loader's reads
@@ -172,8 +173,9 @@ class Memory(MemoryBudget):
     trigger_slots: Slots  # without borrowed ones
     value_slots: Slots
     slots_bytes: int  # size of the segment of all slots, without borrowed ones
-    # Borrowed slots: additional slots in KV and prefill memory that is not needed yet (borrowed_memory.py). Their bytes
-    # are counted in kv_bytes and prefill_stage_bytes.
+    # Borrowed slots: additional slots in memory that sequences, prompts and grammars do not need yet
+    # (borrowed_memory.py). Their bytes are counted in kv_bytes, prefill_stage_bytes, vocabulary_bytes and
+    # grammars_bytes.
     lent_trigger_slots: OptionalSlots
     lent_value_slots: OptionalSlots
     follows: bool  # the run adapts its slots to the available memory, up to the limit
@@ -194,7 +196,9 @@ class Memory(MemoryBudget):
     @property
     def max_borrowed_bytes(self) -> int:
         """Maximum of the bytes that borrowed slots take; 0 without borrowed slots."""
-        return self.kv_bytes + self.prefill_stage_bytes if self.has_borrowed_slots else 0
+        if not self.has_borrowed_slots:
+            return 0
+        return self.kv_bytes + self.prefill_stage_bytes + self.vocabulary_bytes + self.grammars_bytes
 
     @property
     def are_scales_moved(self) -> bool:

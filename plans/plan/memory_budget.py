@@ -141,9 +141,9 @@ def memory_budget(
         + INTERPRETER_PER_PROCESS_BYTES * shape.processes
         + gateway_bytes(int(manifest.chat is not None), 0) * shape.gateways
         + INTERPRETER_PER_PROCESS_BYTES  # of the helper process for grammars
-        + vocabulary_bytes(manifest)
         + _driver_bytes(manifest, shape)
         + tokenizer,
+        vocabulary_bytes=vocabulary_bytes(manifest),
         private_bytes=_engines_bytes(manifest, shape, prefill_tokens)
         + runtime_bytes(manifest, shape.prefill_backend, neurons=product_neurons, tokens=prefill_tokens)
         + 8 * manifest.model.vocabulary,  # the coordinator's scratch for sampling
@@ -178,7 +178,8 @@ def _driver_bytes(manifest: Manifest, shape: RunShape) -> int:
 def peak_bytes(manifest: Manifest, plan: Plan, *, sequences: int, sequence_tokens: int, prompt_tokens: int) -> int:
     """Return the expected peak memory, in bytes, of a run with this plan.
 
-    Pages of the KV cache and of a prompt's stage count if they were written, or borrowed for slots.
+    Pages of the KV cache and of a prompt's stage count if they were written, or borrowed for slots. Memory of grammars
+    counts as if it were used.
 
     sequences: maximum of sequences at the same time
     sequence_tokens: length of the longest sequence
@@ -187,6 +188,7 @@ def peak_bytes(manifest: Manifest, plan: Plan, *, sequences: int, sequence_token
     borrowable = BorrowableMemory.of(manifest, plan.compute, plan.memory)
     unborrowable_bytes = plan.memory.total_bytes() - borrowable.total_bytes
     if not plan.memory.has_borrowed_slots:
+        unborrowable_bytes += borrowable.grammars_bytes
         return unborrowable_bytes + _used_bytes(manifest, plan, sequences, sequence_tokens, prompt_tokens)
     stage_tokens = borrowable.stage_tokens(prompt_tokens)
     reserved_bytes = borrowable.reserved_bytes([sequence_tokens] * min(sequences, plan.compute.sequences), stage_tokens)

@@ -36,7 +36,7 @@ def _decisions(plan: Plan) -> str:
     memory, compute = plan.memory, plan.compute
     parts = [
         ("interpreters", memory.interpreters_bytes),
-        ("grammars and templates", memory.grammars_bytes + memory.templates_bytes),
+        ("grammars and templates", memory.vocabulary_bytes + memory.grammars_bytes + memory.templates_bytes),
         ("fixed tensors", memory.fixed_bytes),
         ("KV cache, states" if compute.state_slots else "KV cache", memory.kv_bytes),
         ("exchange", memory.exchange_bytes),
@@ -64,8 +64,8 @@ def _decisions(plan: Plan) -> str:
     )
     if memory.has_borrowed_slots:
         lines.append(
-            f"  and while KV cache and prefill do not need their memory: up to {memory.lent_trigger_slots} gate slots, "
-            f"{memory.lent_value_slots} up/down slots more"
+            "  and while KV cache, prefill and grammars do not need their memory: "
+            f"up to {memory.lent_trigger_slots} gate slots, {memory.lent_value_slots} up/down slots more"
         )
     lines += [f"  {_pins_line(entry)}" for entry in memory.pins]
     if memory.accelerator_bytes and not memory.device_bytes:

@@ -27,6 +27,7 @@ from neuronpipe.plans.plan.document import (
 from neuronpipe.plans.plan.memory_budget import (
     MIB,
     accelerator_bytes,
+    grammars_bytes,
     min_chunk_tokens,
     trusted_bytes,
     untrusted_bytes,
@@ -358,6 +359,7 @@ class _PlanBuilder:
         slots_budget = self._slots_budget(budget, read_sizes)
         if options.ffn_resident_share is not None and options.ffn_resident_share < 1:
             slots_budget = min(slots_budget, int(options.ffn_resident_share * self._ffn_bytes))
+        borrowable_bytes = max_borrowed_bytes(budget, grammars_bytes(self._limit_bytes))
         regions = self._shared.regions(
             self._rates,
             mode=self._shape.mode,
@@ -368,7 +370,7 @@ class _PlanBuilder:
             moved=read_sizes.moved_scales,
             cache="cache" not in options.without,
             cache_tokens=0 if options.baseline is None else BASELINE_CACHE_TOKENS,
-            borrowable_bytes=0 if options.ffn_resident_share else max_borrowed_bytes(budget),
+            borrowable_bytes=0 if options.ffn_resident_share else borrowable_bytes,
         )
         if regions is not None:
             return self._without_offloaded_pins(regions)

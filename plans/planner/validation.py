@@ -216,7 +216,7 @@ class _Check:
         places = manifest.slots(moved=memory.are_scales_moved)
         borrowed_bytes = memory.lent_trigger_slots * places.trigger_bytes
         borrowed_bytes += memory.lent_value_slots * places.value_bytes
-        borrowable_bytes = memory.kv_bytes + memory.prefill_stage_bytes
+        borrowable_bytes = memory.max_borrowed_bytes
         if borrowed_bytes > borrowable_bytes:
             self._fail(
                 "memory.lent_value_slots", f"{borrowed_bytes} bytes are lent, but {borrowable_bytes} are there to lend"

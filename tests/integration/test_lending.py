@@ -145,6 +145,23 @@ def test_slots_use_what_texts_do_not_need_and_give_it_back(
     assert lending.is_within_its_limit()
 
 
+def test_slots_give_memory_to_a_grammar_and_have_it_again_when_its_process_has_ended(
+    lending: Lending, shell: Shell
+) -> None:
+    own, grammars_bytes = lending.memory.value_slots, lending.lendable.grammars_bytes
+    assert eventually(lambda: lending.present_values() > own)
+    expected = lending.run.ask("x = ", 12, grammar="[0-9]{40}", grammar_syntax="regex")
+    assert expected["text"].isdigit()
+    assert lending.reserved_bytes() >= grammars_bytes
+    assert lending.slots_file_bytes() <= lending.slots_bytes(lending.reserved_bytes()), "the system has it again"
+    assert lending.is_within_its_limit()
+    (helper,) = (pid for pid in shell.processes() if Path(f"/proc/{pid}/comm").read_text() == "np-untrusted\n")
+    os.kill(helper, signal.SIGKILL)
+    assert eventually(lambda: lending.reserved_bytes() < grammars_bytes, RELEASE_AFTER_S + 5)
+    assert lending.run.ask("x = ", 12, grammar="[0-9]{40}", grammar_syntax="regex")["text"] == expected["text"]
+    assert lending.is_within_its_limit()
+
+
 @pytest.mark.nightly
 def test_processes_that_die_while_slots_go_change_no_text(
     lending: Lending, in_all_memory: Callable[[Mode], list[list[int]]]

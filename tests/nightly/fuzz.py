@@ -173,6 +173,7 @@ def schema_target() -> Target:
     """
     grammars = Grammars(FileTokenizer((DEMO / "tokenizer.json").read_text()), DEMO_IDS, [0])
     answers = ConstrainedAnswers(grammars, MAX_HELPER_GROWTH_BYTES, GRAMMAR_TOKEN_BYTES * DEMO_IDS)
+    answers.set_memory(True)
 
     def schema(data: bytes) -> None:
         answer = answers.start(Generate(request="r", prompt="x", grammar=data.decode("utf-8", "replace")))

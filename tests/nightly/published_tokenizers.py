@@ -139,6 +139,7 @@ def check_tokenizer(path: Path) -> list[str]:
     ends, wrong = ends_of(tokenizer), []
     grammars, vocabulary_bytes = Grammars(tokenizer, vocabulary, ends), GRAMMAR_TOKEN_BYTES * vocabulary
     answers = ConstrainedAnswers(grammars, MAX_HELPER_GROWTH_BYTES, vocabulary_bytes)
+    answers.set_memory(True)
     began = time.monotonic()
     first = answers.start(Generate(request="r", prompt="x", grammar="json"))
     answers.wait([first], 60)

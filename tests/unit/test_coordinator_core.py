@@ -129,6 +129,14 @@ class SlowConstraints:
 
     def __init__(self) -> None:
         self.answers: list[SlowAnswer] = []
+        self.has_memory = False
+
+    @property
+    def needs_memory(self) -> bool:
+        return any(not answer.closed for answer in self.answers)
+
+    def set_memory(self, is_reserved: bool) -> None:
+        self.has_memory = is_reserved
 
     def start(self, ask: Generate) -> SlowAnswer:
         self.answers.append(SlowAnswer())

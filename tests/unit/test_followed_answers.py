@@ -41,6 +41,7 @@ def grammars() -> Grammars:
 def answers(grammars: Grammars) -> Iterator[ConstrainedAnswers]:
     """As in a run with the least memory limit."""
     followed = ConstrainedAnswers(grammars, MIN_GRAMMARS_BYTES, VOCABULARY_BYTES)
+    followed.set_memory(True)
     yield followed
     followed.close()
 
@@ -89,6 +90,32 @@ def test_an_answer_has_the_masks_of_its_grammar_though_the_process_dies(
             break
     else:
         pytest.fail("an object of strings and integers is over before that")
+
+
+def test_no_process_starts_before_it_has_memory(grammars: Grammars) -> None:
+    answers = ConstrainedAnswers(grammars, MIN_GRAMMARS_BYTES, VOCABULARY_BYTES)
+    assert not answers.needs_memory
+    answer, cancelled = answers.start(ask("json")), answers.start(ask("json"))
+    answers.wait([answer], 0.1)
+    assert (answer.pending, answers.pid, answers.needs_memory) == (True, None, True)
+    answers.set_memory(True)
+    known(answers, answer)
+    assert answer.failure is None
+    answer.close()
+    cancelled.close()
+    assert answers.needs_memory, "the process has it"
+    answers.close()
+    assert not answers.needs_memory
+
+
+def test_an_answer_that_is_refused_needs_no_memory_when_its_process_has_ended(answers: ConstrainedAnswers) -> None:
+    assert failure(answers, ask("root ::= nope", "gbnf"))
+    assert answers.pid is not None
+    os.kill(answers.pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + LONG_S
+    while answers.needs_memory and time.monotonic() < deadline_s:
+        answers.receive()
+    assert not answers.needs_memory
 
 
 def test_calls_are_followed_too(answers: ConstrainedAnswers) -> None:

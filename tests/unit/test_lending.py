@@ -49,6 +49,7 @@ from tests.unit.test_coordinator_core import (
     NO_GRAMMARS,
     NUMERICS,
     PROCESSES,
+    SlowConstraints,
     finish,
     receive,
     sent,
@@ -75,18 +76,21 @@ def lendable_of(one: Plan) -> BorrowableMemory:
     mode=st.sampled_from(["exact", "predicted"]),
     tokens=st.lists(st.integers(0, 512), min_size=4, max_size=4),
     prompt=st.integers(0, CHUNK),
+    has_grammars=st.booleans(),
 )
 def test_slots_and_what_is_reserved_never_take_more_than_the_plan(
-    extra_bytes: int, mode: Any, tokens: list[int], prompt: int
+    extra_bytes: int, mode: Any, tokens: list[int], prompt: int, has_grammars: bool
 ) -> None:
     one = made(extra_bytes, mode=mode)
     lendable, memory = lendable_of(one), one.memory
     tokens = [min(count, one.compute.context_tokens) for count in tokens]
-    reserved = lendable.reserved_bytes(tokens, lendable.stage_tokens(prompt) if prompt else 0)
+    stage_tokens = lendable.stage_tokens(prompt) if prompt else 0
+    reserved = lendable.reserved_bytes(tokens, stage_tokens, has_grammars=has_grammars)
     triggers, values = usable_borrowed_slots(memory, lendable, reserved)
     places = MODEL.slots(moved=memory.are_scales_moved)
     lent_bytes = triggers * places.trigger_bytes + values * places.value_bytes
-    assert lent_bytes + reserved <= memory.kv_bytes + memory.prefill_stage_bytes
+    grammars_bytes = memory.vocabulary_bytes + memory.grammars_bytes
+    assert lent_bytes + reserved <= memory.kv_bytes + memory.prefill_stage_bytes + grammars_bytes
     assert memory.trigger_slots + triggers <= MODEL.clusters >= memory.value_slots + values
     assert memory.total_bytes() <= memory.limit_bytes
 
@@ -95,7 +99,7 @@ def test_all_of_it_is_lent_while_there_is_no_text_and_none_of_it_when_all_are_fu
     one = made()
     lendable, memory = lendable_of(one), one.memory
     assert usable_borrowed_slots(memory, lendable, 0) == (memory.lent_trigger_slots, memory.lent_value_slots)
-    full = lendable.reserved_bytes([one.compute.context_tokens] * 4, CHUNK)
+    full = lendable.reserved_bytes([one.compute.context_tokens] * 4, CHUNK, has_grammars=True)
     assert full == lendable.total_bytes - PAGE_BYTES, "all but the segment's header"
     assert usable_borrowed_slots(memory, lendable, full) == (0, 0)
 
@@ -243,6 +247,57 @@ def test_a_prefill_worker_that_dies_before_it_gave_back_is_asked_again(reservati
     assert reservation.covers(decode(CHUNK - 1)), "nobody has taken its memory"
     assert reservation.may_release(1000.0)
     assert not reservation.released(), "an answer that came late"
+
+
+def test_grammars_have_memory_while_they_are_followed(reservation: Reservation) -> None:
+    (step,) = reservation.ask(decode(0))
+    assert not reservation.ask_grammars(), "the cache owes an answer"
+    reservation.reserved(step.number)
+    assert not reservation.covers_grammars
+    (asked,) = reservation.ask_grammars()
+    memory = made().memory
+    assert asked.reserved_bytes - step.reserved_bytes == memory.vocabulary_bytes + memory.grammars_bytes
+    assert not reservation.covers_grammars
+    assert not reservation.covers(decode(0)), "the cache may be taking a slot that the step reads"
+    (again,) = reservation.ask_again()  # the cache is another one
+    assert again.reserved_bytes == asked.reserved_bytes
+    reservation.reserved(again.number)
+    assert reservation.covers_grammars
+    assert reservation.covers(decode(0))
+    (less,) = reservation.release_grammars()
+    assert less.reserved_bytes == step.reserved_bytes
+    assert not reservation.covers_grammars
+    assert reservation.covers(decode(0)), "nobody waits for it"
+    assert not reservation.release_grammars()
+
+
+def test_grammars_of_a_run_that_lends_nothing_always_have_memory() -> None:
+    one = Reservation(None, ())
+    assert one.covers_grammars
+    assert not one.release_grammars()
+
+
+def test_the_scheduler_has_a_grammar_compiled_when_its_memory_is_there() -> None:
+    constraints, limits = SlowConstraints(), Limits(
+        mode="exact", end_tokens=frozenset(), plan_id="p", sequences=4, context_tokens=256,
+        prefill_chunk_tokens=CHUNK, logit_rows=4, vocabulary=200,
+    )  # fmt: skip
+    scheduler = Scheduler(limits, PROCESSES, LETTERS, constraints, Reservation(lendable_of(made()), [0] * 4))
+    for process in PROCESSES:
+        scheduler.handle(ProcessReady(process, NUMERICS.get(process[0], "")), 0.0)
+    actions = receive(scheduler, Generate(request="r", prompt="hello", max_tokens=3, grammar="json"), 0.0)
+    (asked,) = [action for action in actions if isinstance(action, ReserveMemory)]
+    assert asked.reserved_bytes > 0
+    assert not constraints.has_memory
+    assert not scheduler.handle(MemoryReserved(asked.number), 0.1)
+    assert constraints.has_memory
+    assert not scheduler.wants_tick(0.1)
+    constraints.answers[0].close()
+    assert scheduler.wants_tick(0.2)
+    (less,) = scheduler.handle(Tick(), 0.2)
+    assert isinstance(less, ReserveMemory)
+    assert less.reserved_bytes == 0
+    assert not constraints.has_memory
 
 
 def test_a_coordinator_that_starts_again_knows_what_texts_had() -> None:

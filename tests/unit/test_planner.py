@@ -414,7 +414,7 @@ def test_the_budget_has_a_field_for_every_layout_of_a_run_and_of_just_its_size(
     laid_out = run_layouts(m, made) | private_layouts(m, made)
     budget = {name: getattr(made.memory, f"{name}_bytes", None) for name in laid_out}
     assert budget == {name: layout.total_bytes for name, layout in laid_out.items()}
-    no_layout = ("interpreters", "private", "bookkeeping", "staging", "grammars", "templates")
+    no_layout = ("interpreters", "vocabulary", "private", "bookkeeping", "staging", "grammars", "templates")
     rest = sum(getattr(made.memory, f"{name}_bytes") for name in no_layout)
     assert made.memory.total_bytes() == rest + sum(layout.total_bytes for layout in laid_out.values())
 
@@ -561,7 +561,7 @@ def test_a_plan_survives_its_file_and_explains_itself(tmp_path: Path) -> None:
     assert read_plan(file) == made
     assert made.id in explain(made)
     assert "decode.1" in explain(made)
-    assert re.search(r"\n  grammars and templates +62\.7 MiB ", explain(made))
+    assert re.search(r"\n  grammars and templates +64\.0 MiB ", explain(made))
 
 
 def test_a_difference_names_the_fields_that_differ_and_only_those() -> None:

@@ -1,9 +1,11 @@
-"""Memory of the KV cache and of prefill. Weight slots borrow it until it is reserved for a step.
+"""Memory of the KV cache, of prefill and of grammars. Weight slots borrow it until it is reserved.
 
     state                                 action
     the next step has its memory          none: the step is sent
     some of its memory is not reserved    `ReserveMemory`; the step is sent when the cache has answered
     no prefill for RELEASE_AFTER_S        `ReleaseMemory`; then less is reserved
+    a request has a grammar               `ReserveMemory`; it is compiled when the cache has answered
+    no process follows grammars any more  less is reserved
 
 This module has no sockets and no clock. The content of free KV slots stays until another sequence uses them or
 `prefix_reuse.FORGET_AFTER_S` has passed.
@@ -34,6 +36,7 @@ class Reservation:
         self._borrowable = borrowable
         self._kv_tokens = [*kv_tokens]
         self._stage_tokens = borrowable.chunk_tokens if borrowable and any(kv_tokens) else 0
+        self._has_grammars = False
         self._number = 0  # of the last `Reserve`
         self._requested = 0  # number of the last request for more memory
         self._answered = 0  # number of the last request that the cache has answered
@@ -96,6 +99,30 @@ class Reservation:
             self._stage_tokens = max(self._stage_tokens, self._borrowable.stage_tokens(len(message.tokens)))
         return [self._reserve_more()]
 
+    @property
+    def covers_grammars(self) -> bool:
+        """True if the memory of grammars is reserved."""
+        return self._borrowable is None or (self._has_grammars and not self.awaits_cache)
+
+    def ask_grammars(self) -> list[ReserveMemory]:
+        """Return the action that reserves the memory of grammars; none while an answer is outstanding."""
+        if self.waits or self._borrowable is None:
+            return []
+        self._has_grammars = True
+        return [self._reserve_more()]
+
+    @property
+    def holds_grammars(self) -> bool:
+        """True if memory of grammars is reserved, or was asked for, and may be released."""
+        return self._has_grammars and not self.waits
+
+    def release_grammars(self) -> list[ReserveMemory]:
+        """Return the action that tells the cache that grammars need no memory; none if they have none."""
+        if not self.holds_grammars:
+            return []
+        self._has_grammars = False
+        return [self._reserve()]
+
     def ask_again(self) -> list[ReserveMemory]:
         """Return the action that repeats an unanswered request to a new cache process, which has not received it."""
         if self._answered < self._requested:
@@ -152,7 +179,9 @@ class Reservation:
     def _reserve(self) -> ReserveMemory:
         assert self._borrowable is not None
         self._number += 1
-        reserved_bytes = self._borrowable.reserved_bytes(self._kv_tokens, self._stage_tokens)
+        reserved_bytes = self._borrowable.reserved_bytes(
+            self._kv_tokens, self._stage_tokens, has_grammars=self._has_grammars
+        )
         return ReserveMemory(self._number, reserved_bytes, tuple(self._kv_tokens))
 
 

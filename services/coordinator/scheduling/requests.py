@@ -74,7 +74,7 @@ class Requests:
         self._limits = limits
         self._quarantine = quarantine
         self._tokenizer = tokenizer
-        self._constraints = constraints
+        self.constraints = constraints
         self._admission = Admission(limits, tokenizer)
         self._states = states
         self._free = FreeSlots(limits.sequences, states)
@@ -173,7 +173,7 @@ class Requests:
                 admitted = dataclasses.replace(admitted, retry_after_s=retry_after_s(self.active))
             return [Tell(client, admitted)]
         follows = isinstance(ask, Generate) and (ask.grammar is not None or ask.calls is not None)
-        answer = self._constraints.start(ask) if isinstance(ask, Generate) and follows else None
+        answer = self.constraints.start(ask) if isinstance(ask, Generate) and follows else None
         self.compiling.append(Queued(client, ask, admitted, now, name, answer))
         return self.accept_compiled()
 
@@ -276,7 +276,7 @@ class Requests:
         return ask.draft and bool(self._limits.draft_tokens) and queued.answer is None
 
     def _marks(self, ask: Generate) -> dict[int, str]:
-        return self._constraints.marks(ask) if ask.calls is not None or ask.shown_tokens else {}
+        return self.constraints.marks(ask) if ask.calls is not None or ask.shown_tokens else {}
 
     def prefix_source(self, sequence: Generation, numerics: str) -> Match | None:
         """Return the slot that has more of the prompt, in these numerics, than the sequence has computed; None if there

@@ -123,12 +123,15 @@ class Scheduler:
 
     def wants_tick(self, now: float) -> bool:
         """Return True if a `Tick` may cause actions: a sequence can continue, or memory can be released."""
+        if self._reservation.holds_grammars and not self.requests.constraints.needs_memory:
+            return True
         return not self.busy and (bool(self.requests.active) or self._reservation.may_release(now))
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Process an event at the time `now`, in seconds. Returns actions in order: messages to clients are last, so
         that workers compute while they are sent."""
-        actions = self._take(event, now) + self._proceed(now) + self.requests.prompt_cache.take_actions()
+        actions = self._take(event, now) + self._hold_grammars() + self._proceed(now)
+        actions += self.requests.prompt_cache.take_actions()
         return sorted(actions, key=lambda action: isinstance(action, Tell))
 
     def ahead(self, now: float) -> Ahead | None:
@@ -279,6 +282,17 @@ class Scheduler:
             if number == message.step - 1 and message.epoch == self.epoch:
                 self._builder.step_times.measured(tokens, 1000 * (now - at))
             self._last_decode = message.step, now
+
+    def _hold_grammars(self) -> list[Action]:
+        """Reserve memory for grammars while they need it, and have them compiled once it is reserved."""
+        constraints = self.requests.constraints
+        if not constraints.needs_memory:
+            constraints.set_memory(False)
+            return [*self._reservation.release_grammars()]
+        if self._reservation.covers_grammars:
+            constraints.set_memory(True)
+            return []
+        return [*self._reservation.ask_grammars()]
 
     # ---- the next step ---------------------------------------------------------------------------------------
     def _proceed(self, now: float) -> list[Action]:

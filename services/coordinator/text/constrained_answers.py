@@ -77,7 +77,17 @@ class Answer(Protocol):
 
 
 class Constraints(Protocol):
-    """The interface that starts answers with a grammar or calls."""
+    """The interface that starts answers with a grammar or calls.
+
+    needs_memory: True while answers are followed or a process has memory for them; it must be reserved
+    """
+
+    @property
+    def needs_memory(self) -> bool: ...
+
+    def set_memory(self, is_reserved: bool) -> None:
+        """Note whether memory is reserved. Nothing is compiled before."""
+        ...
 
     def start(self, ask: Generate) -> Answer:
         """Start the answer to a request with a grammar or calls. It may be pending."""
@@ -110,10 +120,13 @@ class ConstrainedAnswer:
 
     def close(self) -> None:
         self.closed = True
+        self._owner.followed.discard(self)
 
     def settle(self, failure: Failure | None = None) -> None:
         self.pending, self.failure, self.attempts = False, failure, 0
         self._owner.settled = True
+        if failure is not None:
+            self._owner.followed.discard(self)
 
 
 class ConstrainedAnswers:
@@ -134,6 +147,8 @@ class ConstrainedAnswers:
         self._submitted: dict[int, ConstrainedAnswer] = {}  # by job
         self._to_continue: list[ConstrainedAnswer] = []  # not submitted yet: see `submit`
         self._to_open: deque[ConstrainedAnswer] = deque()
+        self._has_memory = False
+        self.followed: set[ConstrainedAnswer] = set()  # neither closed nor refused
         self.descriptor = self._helper.descriptor
 
     @classmethod
@@ -153,6 +168,14 @@ class ConstrainedAnswers:
     def pid(self) -> int | None:
         return self._helper.pid
 
+    @property
+    def needs_memory(self) -> bool:
+        return bool(self.followed) or self.pid is not None
+
+    def set_memory(self, is_reserved: bool) -> None:
+        self._has_memory = is_reserved
+        self._open_next()
+
     def marks(self, ask: Generate) -> dict[int, str]:
         return self._grammars.marks(ask.calls, ask.shown_tokens)
 
@@ -160,6 +183,7 @@ class ConstrainedAnswers:
         self._numbers += 1
         answer = ConstrainedAnswer(self, self._numbers, Source(ask.calls, ask.grammar, ask.grammar_syntax))
         self._to_open.append(answer)
+        self.followed.add(answer)
         self._open_next()
         return answer
 
@@ -203,7 +227,7 @@ class ConstrainedAnswers:
 
     def _open_next(self) -> None:
         """Submit a compilation if nothing is under way, so that a mask waits for at most one compilation."""
-        while self._to_open and not self._submitted and not self._to_continue:
+        while self._has_memory and self._to_open and not self._submitted and not self._to_continue:
             answer = self._to_open.popleft()
             if answer.closed:
                 continue
