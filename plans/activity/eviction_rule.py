@@ -1,5 +1,5 @@
 """The cache's rule of eviction, as the cache service and the simulator use it: CLOCK with usage counts, or for experts
-that are read whole LFU with ageing (native/residency/clock.c, frequency.c)."""
+of which a token uses all clusters LFU with ageing (native/residency/clock.c, frequency.c)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from array import array
 from typing import Any, Final
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.activity_profile import ProfileMode
 from neuronpipe.plans.package.manifest import Manifest
 
 HALF_LIFE_TOKENS: Final = 16
@@ -14,16 +15,23 @@ HALF_LIFE_TOKENS: Final = 16
 as much is missed with 8 and 32, of gpt-oss-120b up to 3 % less with 8 and 7 % more with 32."""
 
 
-def whole_experts_of_token(manifest: Manifest) -> int:
-    """Return how many experts a token uses if each of them is one cluster, else 0."""
-    return manifest.model.active_ffns if manifest.layout.down_by_output else 0
+MIN_ACTIVE_EXPERTS: Final = 4
+"""Where a token chooses fewer experts, LFU misses more than CLOCK."""
+
+
+def whole_experts_of_token(manifest: Manifest, mode: ProfileMode) -> int:
+    """Return how many experts a token uses with all of their clusters; 0 if it uses single clusters of them, or if it
+    chooses few."""
+    model = manifest.model
+    chooses_many = model.experts > 1 and model.most_active_experts >= MIN_ACTIVE_EXPERTS
+    return model.active_ffns if manifest.layout.down_by_output or (mode == "exact" and chooses_many) else 0
 
 
 class EvictionRule:
     """The state of the rule for one part of the clusters.
 
     entries: number of residency entries of the part
-    uses_of_token: how many of the clusters a token uses; 0: they are no whole experts
+    uses_of_token: how many of the clusters a token uses; 0: it does not use whole experts
     """
 
     def __init__(self, entries: int, uses_of_token: int) -> None:

@@ -13,6 +13,7 @@ import itertools
 import math
 from statistics import NormalDist
 
+from neuronpipe.plans.activity.eviction_rule import whole_experts_of_token
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.cluster_ranking import Ranking
 from neuronpipe.plans.cost.expert_misses import assumed_expert_misses
@@ -236,7 +237,7 @@ def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_ex
     """
     unit: Unit = "expert" if whole_experts else "bundle" if mode == "predicted" else "value"
     profile = profile_for(manifest, mode)
-    policies: tuple[Policy, ...] = ("lfu", "clock") if manifest.layout.down_by_output else ("clock",)
+    policies: tuple[Policy, ...] = ("lfu", "clock") if whole_experts_of_token(manifest, mode) else ("clock",)
     for policy in policies:  # the cache's own, or what was measured of it
         if profile is not None and (measured := profile.miss_rate(unit, resident_share, policy)) is not None:
             return measured

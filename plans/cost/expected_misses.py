@@ -6,6 +6,7 @@ one to four sequences; without one, sequences are assumed to choose their neuron
 
 from __future__ import annotations
 
+from neuronpipe.plans.activity.eviction_rule import whole_experts_of_token
 from neuronpipe.plans.cost.activation_rates import ActivationRates, miss_rate, ranking, was_measured
 from neuronpipe.plans.cost.assumed_misses import assumed_accesses, assumed_miss_rate
 from neuronpipe.plans.cost.expert_misses import assumed_misses_of_sequences, hot_experts_of
@@ -106,14 +107,17 @@ def part_accesses(
         routed_share = (resident - pinned - always) / max(1.0, room - always)
         missed = assumed_misses_of_sequences(model, max(0.0, routed_share), tokens) * (together - always * expert_share)
         return PartAccesses(accesses, min(accesses, missed * room / clusters / scale))
+    keeps_the_most_used = all_accessed and whole_experts_of_token(manifest, mode)
     if unpinned >= cached and not (
-        modelled and tokens == 1
+        keeps_the_most_used or (modelled and tokens == 1)
     ):  # the cache has fewer slots than a step accesses: everything is evicted before the next step
         return PartAccesses(accesses, min(accesses, unpinned / scale))
     # If experts are read whole, the cache serves the unpinned clusters as if they were the whole model.
     cached_share = cached / (clusters - pinned) if all_accessed else resident / clusters
     if all_accessed and tokens > 1:
         rate = _rate_of_sequences(manifest, mode, min(1.0, cached_share), tokens)
+        if keeps_the_most_used:  # at least as many as clusters that were kept for good would serve
+            rate = min(rate, max(0.0, 1 - cached_share))
     elif not modelled:
         rate = miss_rate(manifest, mode, cached_share, whole_experts=all_accessed)
     elif by_whole_experts and tokens > 1:

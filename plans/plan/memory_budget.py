@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from neuronpipe.plans.activity.eviction_rule import whole_experts_of_token
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.borrowed_memory import BorrowableMemory, usable_borrowed_slots
@@ -59,7 +60,7 @@ HEADROOM_PERCENT = 2  # added to the budget for memory that has no item in it
 # lists of free slots (8), bits for resident and warming clusters (less than 1). Cache: free slots (2), requests of
 # warm-up in flight (4).
 CLUSTER_BOOKKEEPING_BYTES = 23
-EXPERT_USES_BYTES = 16  # of a whole expert in the cache, for both parts (plans/activity/eviction_rule.py)
+EXPERT_USES_BYTES = 16  # of a cluster of whole experts, for both parts (plans/activity/eviction_rule.py)
 # Tokens that an engine multiplies with Down by output at once (NP_OUTPUT_TOKENS), and its memory for each of their
 # values: prepared for the kernels, and in a panel.
 OUTPUT_TOKENS, OUTPUT_VALUE_BYTES = 64, 4
@@ -148,7 +149,7 @@ def memory_budget(
         + runtime_bytes(manifest, shape.prefill_backend, neurons=product_neurons, tokens=prefill_tokens)
         + 8 * manifest.model.vocabulary,  # the coordinator's scratch for sampling
         bookkeeping_bytes=manifest.clusters * CLUSTER_BOOKKEEPING_BYTES
-        + manifest.clusters * EXPERT_USES_BYTES * manifest.layout.down_by_output
+        + manifest.clusters * EXPERT_USES_BYTES * bool(whole_experts_of_token(manifest, shape.mode))
         + 4 * LOADER_QUEUES * queue_clusters(manifest)
         + NATIVE_BYTES,
         staging_bytes=staging_bytes,

@@ -129,6 +129,28 @@ static void test_the_least_used_goes_first_and_uses_age(void)
     REQUIRE_EQUAL(take_least_used(words, 0, uses, &weight, NULL, 0, 5, slots), 0);
 }
 
+static void test_many_go_in_the_order_of_their_uses_and_equals_from_the_hand_on(void)
+{
+    enum { COUNT = 1500, EVICTED = 1100, KINDS = 40 };
+    static uint32_t words[COUNT], slots[EVICTED];
+    static double uses[COUNT];
+    double weight = 1.0;
+    uint32_t random = 7;
+    for (uint32_t i = 0; i < COUNT; i++) {
+        words[i] = NP_ENTRY_PRESENT | i;
+        uses[i] = (double)((random = random * 1664525u + 1013904223u) >> 16) / 65536 * KINDS;
+        uses[i] = (uint32_t)uses[i];
+    }
+    size_t hand = 700;
+    REQUIRE_EQUAL(np_least_used_take(words, COUNT, uses, &weight, 1.19, &hand, NULL, 0, EVICTED, slots), EVICTED);
+    for (uint32_t i = 1; i < EVICTED; i++)
+        REQUIRE(uses[slots[i - 1]] <= uses[slots[i]]);
+    for (uint32_t i = 1; i < 30; i++) /* the first kind fits into one pass */
+        REQUIRE(uses[slots[i]] > 0 || (slots[i - 1] + COUNT - 700) % COUNT < (slots[i] + COUNT - 700) % COUNT);
+    for (uint32_t i = 0; i < COUNT; i++)
+        REQUIRE(words[i] == NP_ENTRY_ABSENT || uses[i] >= uses[slots[EVICTED - 1]]);
+}
+
 static void test_uses_stay_finite(void)
 {
     uint32_t words[] = {NP_ENTRY_PRESENT | 10, NP_ENTRY_PRESENT | 11}, slots[2];
@@ -321,6 +343,7 @@ int main(void)
     test_uses_are_bounded_and_spare_the_other_bits();
     test_clock_spares_windows();
     test_the_least_used_goes_first_and_uses_age();
+    test_many_go_in_the_order_of_their_uses_and_equals_from_the_hand_on();
     test_uses_stay_finite();
     test_the_rule_of_use_spares_windows_and_forgets_what_a_prompt_read();
     test_slots_are_vacated_whatever_they_hold();

@@ -112,7 +112,7 @@ def planned_traffic(
             slots=round(slots / scale),
             reserve=round(reserve / scale),
             pinned=counts,
-            uses_of_token=whole_experts_of_token(manifest) * clusters,
+            uses_of_token=whole_experts_of_token(manifest, plan.compute.mode) * clusters,
         )
 
     pinned_triggers, pinned_values = memory.pins_for(batch).counts(model.ffns)
