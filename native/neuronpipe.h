@@ -391,12 +391,20 @@ void np_entry_forget(uint32_t *word);
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t max_slots,
                      uint32_t *slots);
 
-/* LFU with ageing: evict up to max_slots present, unpinned entries that no window covers, those with the fewest uses
- * first; of equal ones those next from *hand on. Before that go scanned entries as in np_clock_take. Writes the freed
- * slots and returns their number. uses: [count], 0 at first; the uses that were collected from reference bits. weight:
- * of the last use, 1 at first. growth: factor of each use's weight to the one's before. */
-size_t np_least_used_take(uint32_t *words, size_t count, double *uses, double *weight, double growth, size_t *hand, const uint64_t *windows,
-                          size_t window_count, size_t max_slots, uint32_t *slots);
+/* The uses of experts of `clusters` clusters each. All is 0 at first, but for weight, growth and clusters. */
+typedef struct {
+    uint32_t clusters; /* 1 or more */
+    double *sums;      /* [experts] weights of the uses that were collected from the reference bits of first clusters */
+    uint8_t *empty;    /* [experts] 1: nothing of it can be evicted until it is used; 2: nor in the call under way */
+    double weight;     /* of the last use; 1 at first */
+    double growth;     /* factor of each use's weight to the one's before */
+    size_t hand;       /* the expert after the last one that was evicted */
+    uint64_t calls;
+} np_uses;
+/* LFU with ageing: evict up to max_slots present, unpinned entries that no window covers, of the experts with the fewest
+ * uses first, from their last clusters on; of equal experts those next from the hand on. Before that go scanned entries as
+ * in np_clock_take. Writes the freed slots and returns their number. count: a multiple of uses->clusters. */
+size_t np_least_used_take(uint32_t *words, size_t count, np_uses *uses, const uint64_t *windows, size_t window_count, size_t max_slots, uint32_t *slots);
 
 /* Evict chosen clusters, for other policies: of the ids, in this order, up to max_slots whose entries are
  * present, unpinned and not covered by a window; ids from `count` on are skipped. Writes the freed slots and returns

@@ -19,7 +19,7 @@ size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t
 {
     if (count == 0)
         return 0;
-    size_t evicted = np_scanned_take(words, count, NULL, 0.0, windows, window_count, max_slots, slots), at = *hand % count, idle = 0; /* idle: entries since the last one that can be evicted at all */
+    size_t evicted = np_scanned_take(words, count, NULL, windows, window_count, max_slots, slots), at = *hand % count, idle = 0; /* idle: entries since the last one that can be evicted at all */
     /* So many rounds evict the most used entry. The limit matters if workers set bits as fast as the hand clears
      * them. */
     for (size_t visited = 0; visited < (NP_MAX_USES + 2) * count && evicted < max_slots && idle < count; visited++) {

@@ -77,8 +77,8 @@ size_t np_clusters_evict(uint32_t *words, size_t count, const uint32_t *ids, siz
     return evicted;
 }
 
-size_t np_scanned_take(uint32_t *words, size_t count, const double *uses, double max_uses, const uint64_t *windows, size_t window_count,
-                       size_t max_slots, uint32_t *slots)
+size_t np_scanned_take(uint32_t *words, size_t count, const np_uses *uses, const uint64_t *windows, size_t window_count, size_t max_slots,
+                       uint32_t *slots)
 {
     const uint32_t bits = NP_ENTRY_STATE_MASK | NP_ENTRY_PINNED | NP_ENTRY_REFERENCED | NP_ENTRY_SCANNED | NP_MAX_USES * (uint32_t)NP_ENTRY_USE;
     size_t evicted = 0;
@@ -88,7 +88,7 @@ size_t np_scanned_take(uint32_t *words, size_t count, const double *uses, double
         for (size_t n = 1; window && n < count && n <= SCAN_ENTRIES && others < MAX_OTHERS && evicted < max_slots; n++) {
             const size_t id = ((window >> 32) + count - n) % count;
             uint32_t value = __atomic_load_n(&words[id], __ATOMIC_SEQ_CST);
-            if ((value & bits) != (NP_ENTRY_PRESENT | NP_ENTRY_SCANNED) || (uses && uses[id] > max_uses) || np_is_covered(windows, window_count, id))
+            if ((value & bits) != (NP_ENTRY_PRESENT | NP_ENTRY_SCANNED) || (uses && uses->sums[id / uses->clusters] > uses->weight) || np_is_covered(windows, window_count, id))
                 others += (value & NP_ENTRY_STATE_MASK) != NP_ENTRY_ABSENT;
             else if (__atomic_compare_exchange_n(&words[id], &value, NP_ENTRY_ABSENT, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
                 slots[evicted++] = value & NP_ENTRY_SLOT_MASK;

@@ -10,9 +10,9 @@ int np_is_covered(const uint64_t *windows, size_t window_count, size_t id);
  * empty. */
 int np_entry_vacate(uint32_t *word, size_t id, const uint64_t *windows, size_t window_count);
 /* Evict scanned entries without uses before each window, the nearest first. A prompt reads layer after layer, so what it
- * has just read is what it needs last. Writes the freed slots and returns their number. uses: NULL, or further counts
- * of uses, up to max_uses of an entry that is evicted. */
-size_t np_scanned_take(uint32_t *words, size_t count, const double *uses, double max_uses, const uint64_t *windows, size_t window_count,
-                       size_t max_slots, uint32_t *slots);
+ * has just read is what it needs last. Writes the freed slots and returns their number. uses: NULL, or uses of experts,
+ * of which one may have had the weight of the last one. */
+size_t np_scanned_take(uint32_t *words, size_t count, const np_uses *uses, const uint64_t *windows, size_t window_count, size_t max_slots,
+                       uint32_t *slots);
 
 #endif

@@ -31,15 +31,20 @@ class EvictionRule:
     """The state of the rule for one part of the clusters.
 
     entries: number of residency entries of the part
-    uses_of_token: how many of the clusters a token uses; 0: it does not use whole experts
+    experts_of_token: how many experts a token uses with all of their clusters; 0: it uses single clusters
+    expert_clusters: number of clusters of an expert
     """
 
-    def __init__(self, entries: int, uses_of_token: int) -> None:
+    def __init__(self, entries: int, experts_of_token: int, expert_clusters: int) -> None:
         self._entries = entries
         self._hand: Any = ffi.new("size_t *")
-        self._uses: Any = ffi.new("double[]", entries) if uses_of_token else None
-        self._weight: Any = ffi.new("double *", 1.0)
-        self._growth = 2 ** (1 / (HALF_LIFE_TOKENS * max(1, uses_of_token)))
+        self._uses: Any = None
+        if experts_of_token:
+            experts = entries // expert_clusters
+            sums, empty = ffi.new("double[]", experts), ffi.new("uint8_t[]", experts)
+            growth = 2 ** (1 / (HALF_LIFE_TOKENS * experts_of_token))
+            uses = {"clusters": expert_clusters, "sums": sums, "empty": empty, "weight": 1.0, "growth": growth}
+            self._uses, self._keep = ffi.new("np_uses *", uses), (sums, empty)
 
     def take(self, words: Any, count: int, windows: Any = ffi.NULL, window_count: int = 0) -> array[int]:
         """Evict up to `count` clusters and return the slots that this freed.
@@ -52,6 +57,5 @@ class EvictionRule:
         if self._uses is None:
             evicted = lib.np_clock_take(words, self._entries, self._hand, *to)
         else:
-            state = (self._uses, self._weight, self._growth, self._hand)
-            evicted = lib.np_least_used_take(words, self._entries, *state, *to)
+            evicted = lib.np_least_used_take(words, self._entries, self._uses, *to)
         return array("I", bytes(ffi.buffer(slots, 4 * evicted)))

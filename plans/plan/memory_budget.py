@@ -60,7 +60,7 @@ HEADROOM_PERCENT = 2  # added to the budget for memory that has no item in it
 # lists of free slots (8), bits for resident and warming clusters (less than 1). Cache: free slots (2), requests of
 # warm-up in flight (4).
 CLUSTER_BOOKKEEPING_BYTES = 23
-EXPERT_USES_BYTES = 16  # of a cluster of whole experts, for both parts (plans/activity/eviction_rule.py)
+EXPERT_USES_BYTES = 18  # of an expert that is used as a whole, for both parts (plans/activity/eviction_rule.py)
 # Tokens that an engine multiplies with Down by output at once (NP_OUTPUT_TOKENS), and its memory for each of their
 # values: prepared for the kernels, and in a panel.
 OUTPUT_TOKENS, OUTPUT_VALUE_BYTES = 64, 4
@@ -149,7 +149,7 @@ def memory_budget(
         + runtime_bytes(manifest, shape.prefill_backend, neurons=product_neurons, tokens=prefill_tokens)
         + 8 * manifest.model.vocabulary,  # the coordinator's scratch for sampling
         bookkeeping_bytes=manifest.clusters * CLUSTER_BOOKKEEPING_BYTES
-        + manifest.clusters * EXPERT_USES_BYTES * bool(whole_experts_of_token(manifest, shape.mode))
+        + _expert_uses_bytes(manifest, shape)
         + 4 * LOADER_QUEUES * queue_clusters(manifest)
         + NATIVE_BYTES,
         staging_bytes=staging_bytes,
@@ -164,6 +164,13 @@ def accelerator_bytes(manifest: Manifest, shape: RunShape) -> int:
     blocks, batch = shape.max_offloaded_blocks, shape.sequences
     blocks_bytes = offload_bytes(manifest, blocks, batch, shape.accelerator_backend)
     return blocks_bytes + offloaded_matrices_bytes(manifest, shape.offloaded_matrices, batch)
+
+
+def _expert_uses_bytes(manifest: Manifest, shape: RunShape) -> int:
+    """Return the bytes with which the cache counts the uses of experts; 0 if it counts none."""
+    if not whole_experts_of_token(manifest, shape.mode):
+        return 0
+    return EXPERT_USES_BYTES * (manifest.clusters // manifest.layout.clusters)
 
 
 def _driver_bytes(manifest: Manifest, shape: RunShape) -> int:

@@ -165,8 +165,8 @@ class CacheService:
         self._windows = ffi.from_buffer("uint64_t[]", self._memory.view("residency", "windows"))
         self._slots_shown[0], self._slots_shown[1] = slots
         self._slots_shown[PIN_STATE] = self._pin_trial.state
-        uses_of_token = whole_experts_of_token(manifest, job.plan.compute.mode) * manifest.layout.clusters
-        self._rules = [EvictionRule(len(entries), uses_of_token) for entries in self._entries]
+        experts = whole_experts_of_token(manifest, job.plan.compute.mode)
+        self._rules = [EvictionRule(len(entries), experts, manifest.layout.clusters) for entries in self._entries]
         self._generation_word = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "generation"))
         self._generation = 0
         self._settled = False

@@ -98,12 +98,16 @@ static void test_clock_spares_windows(void)
     REQUIRE_EQUAL(np_clock_take(words, 8, &hand, windows, 3, 8, slots), 2);
 }
 
-static size_t take_least_used(uint32_t *words, size_t count, double *uses, double *weight, const uint64_t *windows, size_t window_count,
+static size_t take_least_used(uint32_t *words, size_t count, double *sums, double *weight, const uint64_t *windows, size_t window_count,
                               size_t max_slots, uint32_t *slots)
 {
     static size_t hand;
-    const double growth = 1.19; /* a use counts half as much as one four uses later */
-    return np_least_used_take(words, count, uses, weight, growth, &hand, windows, window_count, max_slots, slots);
+    static uint8_t empty[64]; /* looked at again at each call */
+    np_uses uses = {.clusters = 1, .sums = sums, .empty = empty, .weight = *weight, .growth = 1.19, .hand = hand}; /* a use counts half as much as one four uses later */
+    const size_t taken = np_least_used_take(words, count, &uses, windows, window_count, max_slots, slots);
+    *weight = uses.weight;
+    hand = uses.hand;
+    return taken;
 }
 
 static void test_the_least_used_goes_first_and_uses_age(void)
@@ -134,21 +138,55 @@ static void test_many_go_in_the_order_of_their_uses_and_equals_from_the_hand_on(
     enum { COUNT = 1500, EVICTED = 1100, KINDS = 40 };
     static uint32_t words[COUNT], slots[EVICTED];
     static double uses[COUNT];
-    double weight = 1.0;
+    static uint8_t empty[COUNT];
+    np_uses state = {.clusters = 1, .sums = uses, .empty = empty, .weight = 1.0, .growth = 1.19, .hand = 700};
     uint32_t random = 7;
     for (uint32_t i = 0; i < COUNT; i++) {
         words[i] = NP_ENTRY_PRESENT | i;
         uses[i] = (double)((random = random * 1664525u + 1013904223u) >> 16) / 65536 * KINDS;
         uses[i] = (uint32_t)uses[i];
     }
-    size_t hand = 700;
-    REQUIRE_EQUAL(np_least_used_take(words, COUNT, uses, &weight, 1.19, &hand, NULL, 0, EVICTED, slots), EVICTED);
+    REQUIRE_EQUAL(np_least_used_take(words, COUNT, &state, NULL, 0, EVICTED, slots), EVICTED);
     for (uint32_t i = 1; i < EVICTED; i++)
         REQUIRE(uses[slots[i - 1]] <= uses[slots[i]]);
     for (uint32_t i = 1; i < 30; i++) /* the first kind fits into one pass */
         REQUIRE(uses[slots[i]] > 0 || (slots[i - 1] + COUNT - 700) % COUNT < (slots[i] + COUNT - 700) % COUNT);
     for (uint32_t i = 0; i < COUNT; i++)
         REQUIRE(words[i] == NP_ENTRY_ABSENT || uses[i] >= uses[slots[EVICTED - 1]]);
+}
+
+/* Experts of four clusters. */
+static void test_an_expert_goes_from_its_last_cluster_on_and_single_ones_are_found_later(void)
+{
+    enum { EXPERTS = 6, EACH = 4 };
+    uint32_t words[EXPERTS * EACH], slots[EXPERTS * EACH];
+    double sums[EXPERTS] = {0};
+    uint8_t empty[EXPERTS] = {0};
+    np_uses uses = {.clusters = EACH, .sums = sums, .empty = empty, .weight = 1.0, .growth = 1.19};
+    for (uint32_t id = 0; id < EXPERTS * EACH; id++)
+        words[id] = id / EACH == 3 ? NP_ENTRY_ABSENT : NP_ENTRY_PRESENT | id;
+    for (uint32_t id = 0; id < 3 * EACH; id++)
+        np_entry_look(&words[id]); /* experts 0, 1 and 2 are used, in this order */
+    words[5 * EACH] |= NP_ENTRY_PINNED;
+    REQUIRE_EQUAL(np_least_used_take(words, EXPERTS * EACH, &uses, NULL, 0, 2, slots), 2);
+    REQUIRE(slots[0] == 4 * EACH + 3 && slots[1] == 4 * EACH + 2);
+    REQUIRE(sums[0] > 0 && sums[1] > sums[0] && sums[2] > sums[1] && sums[4] == 0.0);
+    const uint64_t window = (uint64_t)(2 * EACH) << 32 | 3 * EACH;
+    REQUIRE_EQUAL(np_least_used_take(words, EXPERTS * EACH, &uses, &window, 1, 7, slots), 7);
+    REQUIRE(slots[0] == 5 * EACH + 3 && slots[2] == 5 * EACH + 1 && slots[3] == 4 * EACH + 1 && slots[4] == 4 * EACH);
+    REQUIRE(slots[5] == 3 && slots[6] == 2); /* of expert 0, whose clusters were referenced */
+    REQUIRE(empty[3] && empty[4] && empty[5] && !empty[0]);
+    REQUIRE_EQUAL(np_least_used_take(words, EXPERTS * EACH, &uses, &window, 1, 20, slots), 6); /* the rest of 0, and 1; not 2, nor a pinned one */
+    words[3 * EACH + 2] = NP_ENTRY_PRESENT | 77; /* brought without a use, as by a warm-up */
+    size_t taken = 0;
+    for (int call = 0; call < 64 && !taken; call++)
+        taken = np_least_used_take(words, EXPERTS * EACH, &uses, &window, 1, 20, slots);
+    REQUIRE(taken == 1 && slots[0] == 77);
+    for (uint32_t n = 0; n < EACH; n++) {
+        words[4 * EACH + n] = NP_ENTRY_PRESENT | (90 + n);
+        np_entry_look(&words[4 * EACH + n]); /* loaded again, and used */
+    }
+    REQUIRE_EQUAL(np_least_used_take(words, EXPERTS * EACH, &uses, &window, 1, 20, slots), 4);
 }
 
 static void test_uses_stay_finite(void)
@@ -344,6 +382,7 @@ int main(void)
     test_clock_spares_windows();
     test_the_least_used_goes_first_and_uses_age();
     test_many_go_in_the_order_of_their_uses_and_equals_from_the_hand_on();
+    test_an_expert_goes_from_its_last_cluster_on_and_single_ones_are_found_later();
     test_uses_stay_finite();
     test_the_rule_of_use_spares_windows_and_forgets_what_a_prompt_read();
     test_slots_are_vacated_whatever_they_hold();

@@ -41,14 +41,14 @@ class Region:
     """The slots and residency entries of trigger or value parts."""
 
     def __init__(
-        self, clusters: int, *, slots: int, reserve: int, pinned: Sequence[int], uses_of_token: int = 0
+        self, clusters: int, *, slots: int, reserve: int, pinned: Sequence[int], experts_of_token: int = 0
     ) -> None:
         """Create a region whose pinned and warm clusters are resident.
 
         clusters: number of clusters of a feed-forward
         reserve: number of slots that are kept free
         pinned: for each feed-forward, the number of first clusters that are pinned
-        uses_of_token: number of clusters that a token uses, as for EvictionRule
+        experts_of_token: number of whole experts that a token uses, as for EvictionRule
         """
         self._words = np.zeros(len(pinned) * clusters, dtype=np.uint32)
         numbers = np.arange(clusters)
@@ -58,7 +58,7 @@ class Region:
         self._reserve = 0 if slots >= len(self._words) else reserve
         self._free = slots - int(np.count_nonzero(self._words))
         self._pointer: Any = ffi.from_buffer("uint32_t[]", self._words)
-        self._rule = EvictionRule(len(self._words), uses_of_token)
+        self._rule = EvictionRule(len(self._words), experts_of_token, clusters)
 
     def step(self, ids: Ids) -> int:
         """Access clusters of a layer, load the absent ones, and return the number of misses."""
@@ -112,7 +112,7 @@ def planned_traffic(
             slots=round(slots / scale),
             reserve=round(reserve / scale),
             pinned=counts,
-            uses_of_token=whole_experts_of_token(manifest, plan.compute.mode) * clusters,
+            experts_of_token=whole_experts_of_token(manifest, plan.compute.mode),
         )
 
     pinned_triggers, pinned_values = memory.pins_for(batch).counts(model.ffns)
