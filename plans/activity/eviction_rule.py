@@ -16,7 +16,7 @@ as much is missed with 8 and 32, of gpt-oss-120b up to 3 % less with 8 and 7 % m
 
 
 MIN_ACTIVE_EXPERTS: Final = 4
-"""Where a token chooses fewer experts, LFU misses more than CLOCK."""
+"""Experts that are stored by neuron, of which a token chooses fewer, keep CLOCK: choosing 2, LFU misses more."""
 
 
 def whole_experts_of_token(manifest: Manifest, mode: ProfileMode) -> int:
@@ -25,6 +25,15 @@ def whole_experts_of_token(manifest: Manifest, mode: ProfileMode) -> int:
     model = manifest.model
     chooses_many = model.experts > 1 and model.most_active_experts >= MIN_ACTIVE_EXPERTS
     return model.active_ffns if manifest.layout.down_by_output or (mode == "exact" and chooses_many) else 0
+
+
+def whole_experts_by_part(manifest: Manifest, mode: ProfileMode, *, reads_whole: bool) -> tuple[int, int]:
+    """Return the same for the trigger parts and for the value parts.
+
+    reads_whole: whether value parts are read with their trigger parts; otherwise a token uses those of firing neurons
+    """
+    experts = whole_experts_of_token(manifest, mode)
+    return experts, experts if reads_whole or manifest.layout.down_by_output else 0
 
 
 class EvictionRule:

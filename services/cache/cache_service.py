@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from typing import Any, Final, Literal
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.activity.eviction_rule import EvictionRule, whole_experts_of_token
+from neuronpipe.plans.activity.eviction_rule import EvictionRule, whole_experts_by_part
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.borrowed_memory import PartCounts
-from neuronpipe.plans.plan.document import Memory
+from neuronpipe.plans.plan.document import Memory, reads_whole
 from neuronpipe.plans.plan.offloaded_blocks import offloaded_clusters
 from neuronpipe.plans.plan.pinned_clusters import pins_within
 from neuronpipe.protocol.channel import Connection, open_context
@@ -165,8 +165,9 @@ class CacheService:
         self._windows = ffi.from_buffer("uint64_t[]", self._memory.view("residency", "windows"))
         self._slots_shown[0], self._slots_shown[1] = slots
         self._slots_shown[PIN_STATE] = self._pin_trial.state
-        experts = whole_experts_of_token(manifest, job.plan.compute.mode)
-        self._rules = [EvictionRule(len(entries), experts, manifest.layout.clusters) for entries in self._entries]
+        are_read_whole = reads_whole(job.plan.compute, job.plan.flash)
+        experts = whole_experts_by_part(manifest, job.plan.compute.mode, reads_whole=are_read_whole)
+        self._rules = [EvictionRule(manifest.clusters, count, manifest.layout.clusters) for count in experts]
         self._generation_word = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "generation"))
         self._generation = 0
         self._settled = False

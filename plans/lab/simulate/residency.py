@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.activity.eviction_rule import EvictionRule, whole_experts_of_token
+from neuronpipe.plans.activity.eviction_rule import EvictionRule, whole_experts_by_part
 from neuronpipe.plans.activity.replacement_policies import Ids
 from neuronpipe.plans.lab.simulate.caching import Traffic
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Plan, reads_whole
 from neuronpipe.plans.plan.pinned_clusters import warm_counts
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.memory.residency import TRIGGER, VALUE
 
 Step = Sequence[Ids]
 """The clusters that each layer accesses, numbered over all layers."""
@@ -104,7 +105,7 @@ def planned_traffic(
     clusters = sampled or manifest.layout.clusters
     scale = manifest.layout.clusters / clusters
 
-    def region(slots: int, reserve: int, pinned: Sequence[int]) -> Region:
+    def region(slots: int, reserve: int, pinned: Sequence[int], experts: int) -> Region:
         # Cumulative rounding, so that the pinned clusters of all feed-forwards keep their share of the slots.
         counts = np.diff(np.round(np.cumsum(pinned) / scale), prepend=0).astype(int).tolist()
         return Region(
@@ -112,13 +113,14 @@ def planned_traffic(
             slots=round(slots / scale),
             reserve=round(reserve / scale),
             pinned=counts,
-            experts_of_token=whole_experts_of_token(manifest, plan.compute.mode),
+            experts_of_token=experts,
         )
 
     pinned_triggers, pinned_values = memory.pins_for(batch).counts(model.ffns)
-    triggers = region(memory.trigger_slots, flash.reserved_triggers, pinned_triggers)
-    values = region(memory.value_slots, flash.reserved_values, pinned_values)
     predicted, whole = plan.compute.mode == "predicted", reads_whole(plan.compute, flash)
+    experts = whole_experts_by_part(manifest, plan.compute.mode, reads_whole=whole)
+    triggers = region(memory.trigger_slots, flash.reserved_triggers, pinned_triggers, experts[TRIGGER])
+    values = region(memory.value_slots, flash.reserved_values, pinned_values, experts[VALUE])
     counts: list[list[tuple[int, ...]]] = []
 
     def step(layers: Step) -> list[tuple[int, ...]]:
