@@ -107,7 +107,8 @@ def part_accesses(
         routed_share = (resident - pinned - always) / max(1.0, room - always)
         missed = assumed_misses_of_sequences(model, max(0.0, routed_share), tokens) * (together - always * expert_share)
         return PartAccesses(accesses, min(accesses, missed * room / clusters / scale))
-    keeps_the_most_used = all_accessed and whole_experts_of_token(manifest, mode)
+    # Of LFU. Longer steps use nearly all experts, in the order of layers, so it evicts as CLOCK does.
+    keeps_the_most_used = all_accessed and tokens <= max(BATCHES) and whole_experts_of_token(manifest, mode)
     if unpinned >= cached and not (
         keeps_the_most_used or (modelled and tokens == 1)
     ):  # the cache has fewer slots than a step accesses: everything is evicted before the next step
