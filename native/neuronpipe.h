@@ -395,7 +395,7 @@ size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t
 typedef struct {
     uint32_t clusters; /* 1 or more */
     double *sums;      /* [experts] weights of the uses that were collected from the reference bits of first clusters */
-    uint8_t *empty;    /* [experts] 1: nothing of it can be evicted until it is used; 2: nor in the call under way */
+    uint8_t *empty;    /* [experts] 1: nothing of it can be evicted until its first cluster is loaded again; 2: nor in this call */
     double weight;     /* of the last use; 1 at first */
     double growth;     /* factor of each use's weight to the one's before */
     size_t hand;       /* the expert after the last one that was evicted */

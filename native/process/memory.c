@@ -2,8 +2,9 @@
  *
  * Weights are read once per token, more of them than any TLB covers: from pages of 4 KiB two threads of a Xeon 6 read
  * rows of q4 at 13 to 18 GB/s, from huge pages at 24. A memory file gets huge pages by itself only where the administrator
- * has set shmem_enabled. MADV_COLLAPSE (Linux 6.1) needs no setting. A stretch that holds one page becomes a huge page three
- * times as fast as its 512 pages are touched; a stretch that is full has to be copied, seven times as slowly. */
+ * has set shmem_enabled. MADV_COLLAPSE (Linux 6.1) needs no setting. A stretch that holds one page becomes a huge page ten
+ * times as fast as its 512 pages are touched (Zen 5; three times on the Xeon); a full one has to be copied, which takes about as
+ * long as touching. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>

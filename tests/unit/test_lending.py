@@ -58,6 +58,10 @@ from tests.unit.test_planner import device, manifest, predicted
 
 MODEL = predicted(manifest(width=1024, neurons=4096, layers=8))
 CHUNK = 256
+LIMITS = Limits(
+    mode="exact", end_tokens=frozenset(), plan_id="p", sequences=4, context_tokens=256,
+    prefill_chunk_tokens=CHUNK, logit_rows=4, vocabulary=200,
+)  # fmt: skip
 
 
 def made(extra_bytes: int = 12 << 20, **wanted: Any) -> Plan:
@@ -278,11 +282,8 @@ def test_grammars_of_a_run_that_lends_nothing_always_have_memory() -> None:
 
 
 def test_the_scheduler_has_a_grammar_compiled_when_its_memory_is_there() -> None:
-    constraints, limits = SlowConstraints(), Limits(
-        mode="exact", end_tokens=frozenset(), plan_id="p", sequences=4, context_tokens=256,
-        prefill_chunk_tokens=CHUNK, logit_rows=4, vocabulary=200,
-    )  # fmt: skip
-    scheduler = Scheduler(limits, PROCESSES, LETTERS, constraints, Reservation(lendable_of(made()), [0] * 4))
+    constraints = SlowConstraints()
+    scheduler = Scheduler(LIMITS, PROCESSES, LETTERS, constraints, Reservation(lendable_of(made()), [0] * 4))
     for process in PROCESSES:
         scheduler.handle(ProcessReady(process, NUMERICS.get(process[0], "")), 0.0)
     actions = receive(scheduler, Generate(request="r", prompt="hello", max_tokens=3, grammar="json"), 0.0)
@@ -308,11 +309,7 @@ def test_a_coordinator_that_starts_again_knows_what_texts_had() -> None:
 
 
 def test_the_scheduler_sends_a_step_when_its_memory_is_there() -> None:
-    limits = Limits(
-        mode="exact", end_tokens=frozenset(), plan_id="p", sequences=4, context_tokens=256,
-        prefill_chunk_tokens=CHUNK, logit_rows=4, vocabulary=200,
-    )  # fmt: skip
-    scheduler = Scheduler(limits, PROCESSES, LETTERS, NO_GRAMMARS, Reservation(lendable_of(made()), [0] * 4))
+    scheduler = Scheduler(LIMITS, PROCESSES, LETTERS, NO_GRAMMARS, Reservation(lendable_of(made()), [0] * 4))
     for process in PROCESSES:
         scheduler.handle(ProcessReady(process, NUMERICS.get(process[0], "")), 0.0)
     actions = receive(scheduler, Generate(request="r", prompt="hello", max_tokens=3), 0.0)
@@ -330,11 +327,7 @@ def test_the_scheduler_sends_a_step_when_its_memory_is_there() -> None:
 
 
 def test_the_scheduler_gives_memory_back_between_steps_only() -> None:
-    scheduler = Scheduler(
-        Limits(mode="exact", end_tokens=frozenset(), plan_id="p", sequences=4, context_tokens=256,
-               prefill_chunk_tokens=CHUNK, logit_rows=4, vocabulary=200),
-        PROCESSES, LETTERS, NO_GRAMMARS, Reservation(lendable_of(made()), [32, 0, 0, 0]),
-    )  # fmt: skip
+    scheduler = Scheduler(LIMITS, PROCESSES, LETTERS, NO_GRAMMARS, Reservation(lendable_of(made()), [32, 0, 0, 0]))
     for process in PROCESSES:
         scheduler.handle(ProcessReady(process, NUMERICS.get(process[0], "")), 0.0)
     assert scheduler.wants_tick(RELEASE_AFTER_S)
@@ -346,11 +339,7 @@ def test_the_scheduler_gives_memory_back_between_steps_only() -> None:
 
 
 def test_keys_and_values_of_a_text_that_ended_long_ago_are_lent_when_another_prompt_was_computed() -> None:
-    limits = Limits(
-        mode="exact", end_tokens=frozenset(), plan_id="p", sequences=4, context_tokens=256,
-        prefill_chunk_tokens=CHUNK, logit_rows=4, vocabulary=200,
-    )  # fmt: skip
-    scheduler = Scheduler(limits, PROCESSES, LETTERS, NO_GRAMMARS, Reservation(lendable_of(made()), [0] * 4))
+    scheduler = Scheduler(LIMITS, PROCESSES, LETTERS, NO_GRAMMARS, Reservation(lendable_of(made()), [0] * 4))
     for process in PROCESSES:
         scheduler.handle(ProcessReady(process, NUMERICS.get(process[0], "")), 0.0)
 
