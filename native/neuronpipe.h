@@ -642,6 +642,7 @@ typedef struct {
 
 typedef struct {
     uint32_t width, neurons, layers, query_heads, key_heads, head_width, vocabulary, context_tokens;
+    uint32_t draft_layers;          /* the last one of `layers`, or none: it drafts tokens, and no text needs it */
     uint32_t experts;               /* the most of a layer; 1 in a dense model */
     uint32_t experts_per_token;     /* the most experts of a layer that compute a token */
     uint32_t chosen_per_token;      /* how many a router chooses: those with the greatest scores; 0 in a dense model */
@@ -757,6 +758,9 @@ typedef struct {
     const float *choosing_bias;                     /* [routed_experts], added to scores when experts are chosen; NULL: none */
     const float *shared_gate;                       /* [width]: outputs of experts that compute every token are multiplied by the sigmoid of its product
                                                      * with the router's input; NULL: they are not */
+    np_matrix draft_input;                          /* of the draft layer, [width, 2*width]: of the next token's normed embedding, then of the normed result of
+                                                     * hidden state of the token before, which output_norm has normed */
+    np_norm draft_embedding_norm, draft_hidden_norm, draft_output_norm; /* of the draft layer: of these two, and of what the output matrix reads */
     const float *sinks;                             /* [query_heads] scores that join each softmax and whose shares are dropped; NULL: none */
     const np_predictor *predictors;                 /* [experts], with shape.predictor_rank > 0 */
     int32_t rotary;                                 /* 0: heads are not rotated in this layer, even with shape.rotary */
@@ -809,6 +813,8 @@ typedef struct {
                         * predictor */
     uint32_t *claims;  /* [np_engine_claims(layers)], zeroed before every step */
     float *logits;     /* [logit_rows][vocabulary] */
+    float *last_hidden; /* [logit_rows][width] with a draft layer: the normed last hidden state of each row of logits */
+    int32_t *drafted;  /* [max_tokens] with a draft layer: the drafted tokens of the last step, in order */
     uint16_t *kv;      /* of each layer [sequences][key_heads][2][context_tokens][head_width], its own sizes; with latents
                         * [sequences][context_tokens][latent_width+rotary_width] */
     float *states;     /* [state_slots][state_elements]: for each recurrent layer the last inputs of its convolution, the earliest first, then memories
@@ -880,9 +886,14 @@ typedef struct {
                                              * those with other slots go on from the slot before. NULL if no layer is recurrent */
     uint32_t logits_first, logits_count;
     const np_token_scores *token_scores; /* or NULL */
+    /* With a draft layer: the tokens that it reads, [draft_count]. If the last items of `tokens` are NP_DRAFTED, the layer drafts these before
+     * the others compute them: draft_tokens are the last ones of the only sequence up to tokens[0], and token n reads row n of last_hidden.
+     * Otherwise draft_tokens follow the step's first tokens, whose keys and values the layer computes after the others. */
+    uint32_t draft_count;
+    const int32_t *draft_tokens;
 } np_step;
 
-enum { NP_NO_STATE = -1 };
+enum { NP_NO_STATE = -1, NP_DRAFTED = -1 };
 typedef struct np_engine np_engine;
 
 uint32_t np_engine_claims(uint32_t layers);
@@ -1025,12 +1036,12 @@ typedef struct {
     uint32_t state, sleepers, given, answered, unused1[12];
     uint64_t number;   /* the step: fields of np_step */
     uint64_t channels; /* of all its participants: bit n is channel n */
-    uint32_t epoch, participants, participant, first_block, end_block, sharers, sharer, count;
-    uint32_t unused2[4];
+    uint32_t epoch, participants, participant, first_block, end_block, sharers, sharer, count, draft_count;
+    uint32_t unused2[3];
     np_engine_counters counters;
-    uint64_t unused3; /* then int32_t sequences, positions, tokens, states_from, states_to, each [tokens of np_step_channels] */
+    uint64_t unused3; /* then int32_t sequences, positions, tokens, states_from, states_to, draft_tokens, each [tokens of np_step_channels] */
 } np_step_channel;
-enum { NP_CHANNEL_NUMBERS = 5 }; /* arrays behind a channel */
+enum { NP_CHANNEL_NUMBERS = 6 }; /* arrays behind a channel */
 typedef struct {
     uint8_t *memory;     /* [count][np_channel_bytes(tokens)] */
     uint32_t count;      /* at most 64 */

@@ -24,7 +24,7 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import Mismatch, annotated, present, reader
 
 MAJOR = 2
-MINOR = 10
+MINOR = 11
 VERSION = f"{MAJOR}.{MINOR}"
 MAGIC = b"NP%d" % MAJOR
 

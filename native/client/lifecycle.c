@@ -44,7 +44,7 @@ static void send_hello(lifecycle *l)
     lifecycle_pack(l, &p, 4 + (*core != 0) + (*l->numerics != 0), "Hello");
     pack_number(&p, "pid", (uint64_t)getpid());
     pack_number(&p, "incarnation", strtoull(run_environment("INCARNATION"), NULL, 10));
-    pack_text(&p, "protocol", "2.10"); /* protocol/codec.py */
+    pack_text(&p, "protocol", "2.11"); /* protocol/codec.py */
     pack_number(&p, "slots", l->slots);
     if (*core)
         pack_number(&p, "core", strtoull(core, NULL, 10));

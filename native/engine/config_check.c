@@ -327,6 +327,18 @@ static const char *invalid_layer(const np_shape *s, const np_fixed *fixed, const
     return NULL;
 }
 
+static const char *invalid_draft(const np_shape *s, const np_fixed *fixed, const np_shared *shared)
+{
+    if (!s->draft_layers)
+        return NULL;
+    const np_layer *l = s->draft_layers < s->layers ? &fixed->layers[np_text_layers(s)] : NULL;
+    FIRST_ERROR({"draft_layers", l && l->mixer == NP_MIXER_ATTENTION && l->experts && s->rotary && !s->latent_width},
+                {"heads_width", s->heads_width >= 2 * (uint64_t)s->width},
+                {"draft_input", l->draft_input.quants && fits_attention(s, &l->draft_input, 2 * (size_t)s->width)},
+                {"draft_embedding_norm", l->draft_embedding_norm.weight != NULL}, {"draft_hidden_norm", l->draft_hidden_norm.weight != NULL},
+                {"draft_output_norm", l->draft_output_norm.weight != NULL}, {"last_hidden", shared->last_hidden != NULL}, {"drafted", shared->drafted != NULL});
+}
+
 const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config)
 {
     const char *wrong = out_of_range(shape);
@@ -352,6 +364,8 @@ const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const
         wrong = invalid_layer(shape, fixed, config);
     if (!wrong)
         wrong = invalid_norms(shape, fixed, config);
+    if (!wrong)
+        wrong = invalid_draft(shape, fixed, shared);
     if (!wrong && shape->norms != NP_NORMS_BEFORE && !shared->changes)
         wrong = "changes";
     if (!wrong && shared->reuse.gaps && !(shared->reuse.last_uses && shared->reuse.steps && shared->reuse.stride % 2))

@@ -52,7 +52,7 @@ static size_t layer_panel_bytes(const np_shape *shape, const np_fixed *fixed, si
     for (uint32_t n = 0; fixed->layers && n < shape->layers; n++) {
         const np_layer *l = &fixed->layers[n];
         const np_matrix *all[] = {&l->attention_output, &l->qkv, &l->latent_down, &l->query_down, &l->query, &l->value_up,
-                                  &l->recurrent_input, &l->recurrent_rates, &l->recurrent_output, &l->recurrent_decays, &l->recurrent_gates};
+                                  &l->recurrent_input, &l->recurrent_rates, &l->recurrent_output, &l->recurrent_decays, &l->recurrent_gates, &l->draft_input};
         for (size_t i = 0; i < sizeof all / sizeof *all; i++)
             if (i == 0 || all[i]->quants || (i == 1 && !shape->latent_width))
                 bytes = larger(bytes, np_panel_bytes(all[i]->type, max_n, tokens));
@@ -79,6 +79,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     const size_t tokens = config->max_tokens;
     const size_t of_states = (size_t)shape->state_heads * shape->state_value_width;
     size_t max_n = larger(larger(shape->width, larger(of_states, shape->state_rank)), larger(shape->latent_width, shape->query_rank)), max_head_width = shape->value_width;
+    max_n = larger(max_n, shape->draft_layers ? 2 * (size_t)shape->width : 0);
     for (uint32_t n = 0; n < shape->layers; n++) {
         max_n = larger(max_n, np_output_columns(shape, &fixed->layers[n]));
         max_head_width = larger(max_head_width, fixed->layers[n].head_width);
@@ -91,6 +92,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->sequence = aligned_zeros(tokens * sizeof(int32_t));
     engine->position = aligned_zeros(tokens * sizeof(int32_t));
     engine->token = aligned_zeros(tokens * sizeof(int32_t));
+    engine->drafted = aligned_zeros(tokens * sizeof(int32_t));
     engine->runs = aligned_zeros(tokens * sizeof(np_run));
     engine->vector = aligned_zeros(max_n * sizeof(float));
     engine->rows = aligned_zeros(tokens * engine->max_rows * sizeof(float));
@@ -126,7 +128,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
                                engine->groups,        engine->pair_token,       engine->pair_weight,     engine->token_pairs,
                                engine->expert_weights,        engine->expert_counts,    engine->expert_values,   engine->expert_scores,    engine->likely_counts,
                                engine->likely_experts,       engine->open,
-                               engine->list.token_masks};
+                               engine->list.token_masks,     engine->drafted};
     /* Vectors of all quantized types have the same size, so the output matrix's inputs fit as well. */
     int complete = vectors_create_with(&engine->vectors, shape->type, max_n, tokens, layer_panel_bytes(shape, fixed, max_n, tokens));
     for (size_t i = 0; i < sizeof allocated / sizeof *allocated; i++)
@@ -170,6 +172,7 @@ void np_engine_destroy(np_engine *engine)
     free(engine->sequence);
     free(engine->position);
     free(engine->token);
+    free(engine->drafted);
     free(engine->runs);
     np_vectors *all[] = {&engine->vectors,        &engine->predictor_input, &engine->ranks, &engine->routed, &engine->gathered,
                          &engine->gathered_input, &engine->values};

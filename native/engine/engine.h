@@ -89,6 +89,8 @@ struct np_engine {
     uint32_t reuse_inverse;               /* of np_reuse.stride, modulo 2^32 */
     uint32_t epoch, count;
     uint32_t logits_first, logits_count;
+    const np_norm *logits_norm;           /* of what the output matrix reads */
+    uint32_t end_layer;                   /* the layer behind those that are computed now */
     const np_token_scores *token_scores;
     uint32_t participants, participant;
     np_range blocks;                      /* the blocks that this participant computes */
@@ -96,6 +98,7 @@ struct np_engine {
     uint32_t offloaded_blocks;            /* the first blocks of each feed-forward: an accelerator computes them */
     uint32_t offloaded_matrices;          /* NP_OFFLOAD_* bits */
     int32_t *sequence, *position, *token; /* [max_tokens] */
+    int32_t *drafted;                     /* [max_tokens] the step's tokens from the draft layer */
     np_run *runs;                         /* [max_tokens] the sequences of the step, if layers are recurrent */
     uint32_t run_count;
 
@@ -215,6 +218,17 @@ static inline int np_all_neurons_fire(const np_engine *engine, uint32_t layer)
 static inline const float *np_bias_of(const np_engine *engine, const float *biases, size_t length)
 {
     return biases ? biases + engine->group->expert * length : NULL;
+}
+
+static inline int np_is_token(const np_shape *s, int32_t token)
+{
+    return token >= 0 && (uint32_t)token < s->vocabulary;
+}
+
+/* The number of layers that every token passes. */
+static inline uint32_t np_text_layers(const np_shape *s)
+{
+    return s->layers - s->draft_layers;
 }
 
 /* The heads whose products are rows of a layer's joint query, key and value matrix, or gates of attention's output. */

@@ -168,7 +168,7 @@ static void prefetch_next_window(np_engine *engine)
     const np_range blocks = engine->blocks;
     const uint32_t end = engine->window.to, width = engine->config.window_blocks;
     const uint32_t layer = end < blocks.to ? engine->layer : engine->layer + 1, next = end < blocks.to ? end : blocks.from;
-    if (layer < engine->shape.layers)
+    if (layer < engine->end_layer)
         np_request_ahead(engine, layer, 0, (np_range){next, blocks.to - next < width ? blocks.to : next + width}, np_parts_ahead(engine, layer, engine->group->count),
                      NP_REQUEST_PREFETCH);
 }

@@ -1,6 +1,8 @@
 /* The two ends of the model: embeddings at the start of a step; logits and scored tokens at its end. */
 #include "engine/logits.h"
 
+#include <string.h>
+
 #include "engine/vectors.h"
 #include "engine/work.h"
 
@@ -13,19 +15,27 @@ static const uint8_t *embedding_quants(np_engine *engine, int32_t token)
     return (const uint8_t *)m->quants + (size_t)token * np_quant_bytes(m->type, engine->shape.width);
 }
 
+int np_embed_token(np_engine *engine, int32_t token, float *out)
+{
+    const np_shape *s = &engine->shape;
+    const np_matrix *m = &engine->fixed.embedding;
+    const uint8_t *quants = embedding_quants(engine, token);
+    if (!quants)
+        return NP_E_IO;
+    np_decode_row(m->type, quants, (const uint8_t *)m->scales + token * np_scale_bytes(m->type, s->width), s->width, out);
+    np_scale(out, s->width, s->embedding_scale);
+    return NP_OK;
+}
+
 int np_embed(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     const np_range tokens = np_even_share(engine, engine->count);
-    const np_matrix *m = &engine->fixed.embedding;
-    const size_t scale_bytes = np_scale_bytes(m->type, s->width);
     for (uint32_t t = tokens.from; t < tokens.to; t++) {
         float *residual = engine->shared.residual + (size_t)t * s->width;
-        const uint8_t *quants = embedding_quants(engine, engine->token[t]);
-        if (!quants)
-            return NP_E_IO;
-        np_decode_row(m->type, quants, (const uint8_t *)m->scales + engine->token[t] * scale_bytes, s->width, residual);
-        np_scale(residual, s->width, s->embedding_scale);
+        const int done = np_embed_token(engine, engine->token[t], residual);
+        if (done < 0)
+            return done;
         if (!s->rotary)
             np_add(engine->fixed.position_embedding + (size_t)engine->position[t] * s->width, s->width, residual);
     }
@@ -36,8 +46,10 @@ void np_begin_logits(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     for (uint32_t t = 0; t < engine->logits_count; t++) {
-        np_norm_vector(engine, &engine->fixed.output_norm, engine->shared.residual + (size_t)(engine->logits_first + t) * s->width, s->width,
+        np_norm_vector(engine, engine->logits_norm, engine->shared.residual + (size_t)(engine->logits_first + t) * s->width, s->width,
                        engine->vector);
+        if (s->draft_layers && !engine->participant && engine->logits_norm == &engine->fixed.output_norm)
+            memcpy(engine->shared.last_hidden + (size_t)t * s->width, engine->vector, s->width * sizeof(float));
         np_scale(engine->vector, s->width, s->logit_scale);
         np_activation_prepare(engine->fixed.output.type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
     }
@@ -71,6 +83,12 @@ int np_compute_logits(np_engine *engine)
     return np_meet(engine);
 }
 
+void np_claim_logits_again(np_engine *engine)
+{
+    if (!engine->participant)
+        __atomic_store_n(&engine->shared.claims[engine->shape.layers * NP_WORKS], 0, __ATOMIC_RELAXED);
+}
+
 /* ---- scored tokens ------------------------------------------------------------------------------------------------ */
 /* Logits are computed for a few tokens at a time, read at once and overwritten by the next ones', so that a text of any
  * length needs no more memory than a decode step. */
@@ -95,10 +113,7 @@ int np_score_tokens(np_engine *engine)
         const int done = np_compute_logits(engine);
         if (done < 0)
             return done;
-        /* No participant claims pieces of logits now: all have passed this round's barrier and none has passed the next
-         * one. */
-        if (!engine->participant)
-            __atomic_store_n(&engine->shared.claims[engine->shape.layers * NP_WORKS], 0, __ATOMIC_RELAXED);
+        np_claim_logits_again(engine);
         for (uint32_t row = engine->participant; row < engine->logits_count; row += engine->participants)
             score(engine, row, first + row);
         const int met = np_meet(engine);

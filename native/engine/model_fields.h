@@ -12,7 +12,7 @@ typedef struct {
     double minimum, maximum;
 } np_field;
 
-#define NP_FIELD_NAMES 0x267b4085u /* a checksum of all names */
+#define NP_FIELD_NAMES 0x93adecf8u /* a checksum of all names */
 
 static const np_field NP_SHAPE_FIELDS[] = {
     {"width", offsetof(np_shape, width), NP_FIELD_UINT32, 1, 1048576},
@@ -23,6 +23,7 @@ static const np_field NP_SHAPE_FIELDS[] = {
     {"head_width", offsetof(np_shape, head_width), NP_FIELD_UINT32, 1, 4096},
     {"vocabulary", offsetof(np_shape, vocabulary), NP_FIELD_UINT32, 1, 16777216},
     {"context_tokens", offsetof(np_shape, context_tokens), NP_FIELD_UINT32, 1, 16777216},
+    {"draft_layers", offsetof(np_shape, draft_layers), NP_FIELD_UINT32, 0, 1},
     {"experts", offsetof(np_shape, experts), NP_FIELD_UINT32, 1, 4096},
     {"experts_per_token", offsetof(np_shape, experts_per_token), NP_FIELD_UINT32, 1, 4096},
     {"chosen_per_token", offsetof(np_shape, chosen_per_token), NP_FIELD_UINT32, 0, 4294967295},

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "engine/attention.h"
+#include "engine/drafts.h"
 #include "engine/feed_forward.h"
 #include "engine/logits.h"
 #include "engine/prefetch.h"
@@ -55,9 +56,12 @@ int np_begin_step(np_engine *engine, const np_step *step)
         return NP_E_ARGUMENT; /* its block sums would overwrite those of the offloaded blocks */
     if (!engine->config.pipeline && step->end_block - step->first_block != s->blocks)
         return NP_E_ARGUMENT; /* without a pipeline all participants go through the same windows, with barriers between them */
+    if (step->draft_count && !np_may_draft(engine, step))
+        return NP_E_ARGUMENT;
+    const uint32_t drafted = np_drafted_tokens(step);
     for (uint32_t t = 0; t < count; t++)
         if (step->sequences[t] < 0 || (uint32_t)step->sequences[t] >= engine->config.sequences || step->positions[t] < 0 ||
-            (uint32_t)step->positions[t] >= s->context_tokens || step->tokens[t] < 0 || (uint32_t)step->tokens[t] >= s->vocabulary)
+            (uint32_t)step->positions[t] >= s->context_tokens || (t < count - drafted && !np_is_token(s, step->tokens[t])))
             return NP_E_ARGUMENT;
     if (np_find_runs(engine, step) < 0)
         return NP_E_ARGUMENT;
@@ -74,6 +78,8 @@ int np_begin_step(np_engine *engine, const np_step *step)
     engine->count = count;
     engine->logits_first = step->logits_first;
     engine->logits_count = step->logits_count;
+    engine->logits_norm = &engine->fixed.output_norm;
+    engine->end_layer = np_text_layers(s);
     engine->token_scores = step->token_scores;
     memcpy(engine->sequence, step->sequences, count * sizeof *step->sequences);
     memcpy(engine->position, step->positions, count * sizeof *step->positions);
@@ -93,7 +99,7 @@ np_stage *np_layer_stage(const np_engine *engine, uint32_t number)
     return stages[engine->shape.parallel != 0][number];
 }
 
-static int compute_layer(np_engine *engine, uint32_t layer)
+int np_compute_layer(np_engine *engine, uint32_t layer)
 {
     int done = np_begin_layer(engine, layer);
     for (uint32_t i = 0; i < NP_STAGES && done >= 0; i++)
@@ -101,12 +107,16 @@ static int compute_layer(np_engine *engine, uint32_t layer)
     return done;
 }
 
+static int compute_outputs(np_engine *engine)
+{
+    const int done = engine->logits_count ? np_compute_logits(engine) : NP_OK;
+    return done >= 0 && engine->token_scores ? np_score_tokens(engine) : done;
+}
+
 int np_end_step(np_engine *engine, int result)
 {
-    if (result >= 0 && engine->logits_count)
-        result = np_compute_logits(engine);
-    if (result >= 0 && engine->token_scores)
-        result = np_score_tokens(engine);
+    if (result >= 0)
+        result = compute_outputs(engine);
     np_trace_put(&engine->shared.trace, NP_SPAN_STEP, 0, engine->count, engine->step, engine->started);
     engine->counters.step_ns += np_clock_ns() - engine->started;
     return result < 0 ? result : NP_OK;
@@ -117,8 +127,17 @@ int np_engine_step(np_engine *engine, const np_step *step)
     int done = engine->config.external_products || engine->config.offload_blocks ? NP_E_ARGUMENT : np_begin_step(engine, step);
     if (done < 0)
         return done;
-    done = np_embed(engine);
-    for (uint32_t layer = 0; layer < engine->shape.layers && done >= 0; layer++)
-        done = compute_layer(engine, layer);
+    if (np_drafted_tokens(step))
+        done = np_draft_tokens(engine, step);
+    if (done >= 0)
+        done = np_embed(engine);
+    for (uint32_t layer = 0; layer < engine->end_layer && done >= 0; layer++)
+        done = np_compute_layer(engine, layer);
+    if (done >= 0 && step->draft_count && !np_drafted_tokens(step)) {
+        done = compute_outputs(engine);
+        done = done < 0 ? done : np_draft_behind(engine, step);
+        engine->logits_count = 0;
+        engine->token_scores = NULL;
+    }
     return np_end_step(engine, done);
 }

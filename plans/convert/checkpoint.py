@@ -13,13 +13,14 @@ from neuronpipe.plans.convert.chat_template import ChatTemplate, ExamineTemplate
 from neuronpipe.plans.convert.end_tokens import EndToken
 from neuronpipe.plans.convert.joined_experts import take_joined_experts
 from neuronpipe.plans.convert.recurrent_layers import take_recurrent_layer
+from neuronpipe.plans.convert.source_predictors import SourcePredictors
 from neuronpipe.plans.convert.stored_tensors import Inventory, RowNumbers, StoredMatrix
 from neuronpipe.plans.models.family import TensorNames
 from neuronpipe.plans.models.recurrent_sizes import RECURRENT
 from neuronpipe.plans.models.spec import Activation, ModelSpec
-from neuronpipe.plans.package.manifest import MAX_RANK, Source
-from neuronpipe.plans.package.tensors import layer_norms, norm_widths
-from neuronpipe.protocol.errors import UserError, quoted, safe_name
+from neuronpipe.plans.package.manifest import Source
+from neuronpipe.plans.package.tensors import DRAFT_INPUT, layer_norms, norm_widths
+from neuronpipe.protocol.errors import UserError, safe_name
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
@@ -40,32 +41,6 @@ class Options(NamedTuple):
     chat_template: Path | None = None
     predictor: bool = True
     examine_template: ExamineTemplate | None = None
-
-
-@frozen
-class SourcePredictors:
-    """Predictors in a source. Scores are second . relu(first . x), with x the residual stream before the feed-forward's
-    norm.
-
-    first: for each feed-forward, in the order of `ModelSpec.places`, the matrix fc1 [rank, width]
-    second: likewise fc2 [neurons, rank]
-    threshold: a neuron is predicted if its score is at least this; None: if its score is above 0
-    """
-
-    first: tuple[StoredMatrix, ...]
-    second: tuple[StoredMatrix, ...]
-    threshold: float | None
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(matrix.rows for matrix in self.first)
-
-    @property
-    def bias(self) -> np.float32:
-        """Number to add to scores, so that exactly the predicted neurons have positive scores."""
-        if self.threshold is None:
-            return np.float32(0)
-        return max(np.nextafter(np.float32(-self.threshold), np.float32(np.inf)), np.finfo(np.float32).tiny, key=abs)
 
 
 @frozen
@@ -135,51 +110,6 @@ def take_tensors(
     return tensors.matrices, tensors.vectors
 
 
-def take_predictors(
-    inventory: Inventory, model: ModelSpec, names: TensorNames, *, enabled: bool, threshold: float | None = None
-) -> SourcePredictors | None:
-    """Return the predictors of a source; None if it has none, if they are not `enabled`, or if every neuron fires.
-
-    Raises UserError, which names file and tensor, if one is missing or does not fit the model.
-
-    threshold: the field of SourcePredictors
-    """
-    if names.predictor is None:
-        return None
-    within = [
-        f"{names.layer.format(layer)}{names.expert.format(expert) if model.experts > 1 else ''}"
-        for layer, expert in model.places
-    ]
-    stored = [tuple(f"{place}{names.predictor.format(matrix)}.weight" for matrix in (1, 2)) for place in within]
-    present = [name for pair in stored for name in pair if inventory.has(name)]
-    if not present:
-        return None
-    if not enabled or model.all_neurons_fire:
-        for name in present:
-            inventory.leave(name)
-        return None
-    pairs = [_take_predictor(inventory, model, first, second) for first, second in stored]
-    return SourcePredictors(tuple(first for first, _ in pairs), tuple(second for _, second in pairs), threshold)
-
-
-def _take_predictor(
-    inventory: Inventory, model: ModelSpec, first: str, second: str
-) -> tuple[StoredMatrix, StoredMatrix]:
-    shapes = [inventory.shape(name) for name in (first, second)]
-    rank = shapes[0][0] if len(shapes[0]) == 2 else 0
-    for name, actual, expected in (
-        (first, shapes[0], (rank, model.width)),
-        (second, shapes[1], (model.neurons, rank)),
-    ):
-        if not 0 < rank <= MAX_RANK or actual != expected:
-            raise UserError(
-                f"{inventory.file(name)}: {safe_name(name)}: has shape {quoted(list(actual))}; a predictor's fc1 is "
-                f"[rank, {model.width}] and its fc2 [{model.neurons}, rank], and fc1 has rank {rank}; "
-                "`--no-predictor` converts without predictors"
-            )
-    return inventory.take(first, rank, model.width), inventory.take(second, model.neurons, rank)
-
-
 class _Tensors:
     """The tensors that `take_tensors` collects, by their names in a Checkpoint."""
 
@@ -211,9 +141,7 @@ class _Tensors:
             self.vectors["output.bias"] = (self._bias(names.output, model.vocabulary),)
 
     def take_layer(self, number: int) -> None:
-        prefix, blocks = f"layers.{number}", self._names.blocks
-        places = (number, number) if blocks is None else blocks[number]
-        layer, ffn_layer = (self._names.layer.format(place) for place in places)
+        prefix, (layer, ffn_layer) = f"layers.{number}", self._places(number)
         for norm in layer_norms(self._model, number):
             place = ffn_layer if norm.startswith("ffn") else layer
             self._take_norm(f"{prefix}.{norm}", f"{place}{self._name(norm)}")
@@ -231,6 +159,17 @@ class _Tensors:
             self._take_ffn(prefix, ffn_layer)
         if self._model.experts > 1 and self._model.experts_differ:
             self._take_always_active(number, prefix, ffn_layer)
+        if number >= self._model.text_layers:
+            joined = self._weight(f"{layer}{self._name(DRAFT_INPUT)}", self._model.width, 2 * self._model.width)
+            self.matrices[f"{prefix}.{DRAFT_INPUT}"] = (joined,)
+
+    def _places(self, number: int) -> tuple[str, str]:
+        """Return the prefixes of the names of a layer's mixer and feed-forward."""
+        names, blocks, draft = self._names, self._names.blocks, number - self._model.text_layers
+        if draft >= 0 and names.draft_layer is not None:
+            return (names.draft_layer.format(draft),) * 2
+        mixer, feed_forward = (number, number) if blocks is None else blocks[number]
+        return names.layer.format(mixer), names.layer.format(feed_forward)
 
     def _take_attention(self, number: int, prefix: str, layer: str) -> None:
         if self._model.latent_width:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.convert.chat_template import CONFIG, examined, huggingface_end, huggingface_template
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predictors, take_tensors
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_tensors
 from neuronpipe.plans.convert.end_tokens import EndToken, added_tokens, end_tokens, ids_at
 from neuronpipe.plans.convert.fp8_rows import F8, HARMLESS, METHODS, Fp8Reader
 from neuronpipe.plans.convert.refusals import refuse_missing_config, refuse_other_directories
@@ -27,6 +27,7 @@ from neuronpipe.plans.convert.rope import (
     with_score_factor,
 )
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.convert.source_predictors import take_predictors
 from neuronpipe.plans.convert.stored_tensors import Inventory, OpenFile, RowNumbers
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.models.family import Architecture, Choices

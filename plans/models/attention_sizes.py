@@ -65,6 +65,7 @@ class AttentionSizes(RecurrentSizes):
     query_rank: int
     positions: Literal["rotary", "learned"]
     gated_attention: bool
+    draft_layers: int
     layer_kinds: tuple[Any, ...]
 
     @cached_property
@@ -152,7 +153,8 @@ class AttentionSizes(RecurrentSizes):
         if self.latent_width:
             heads = self.query_heads * max(self.cached_width, self.value_width)
             return max(heads, self.cached_width + self.query_rank, self.recurrent_width)
-        return max(self.query_width * (2 if self.gated_attention else 1), self.recurrent_width)
+        input_width = 2 * self.width if self.draft_layers else 0
+        return max(self.query_width * (2 if self.gated_attention else 1), self.recurrent_width, input_width)
 
     def table_width(self, *, is_local: bool) -> int:
         """Return the width of the heads that one table of rotary positions rotates, or of their rotated part.

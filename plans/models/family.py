@@ -60,6 +60,9 @@ class TensorNames:
     expert_scales: the factors of the experts' shares; the whole name
     scale: the factor of a layer's result; the whole name
     sinks: scores of attention sinks; the whole name
+    draft_layer: takes the place of `layer` for draft layers, which are counted from 0
+    draft_input, draft_embedding_norm, draft_hidden_norm, draft_output_norm: tensors of a draft layer beside those of
+        other layers
     choosing_bias: biases of experts that only choose; the whole name
     shared: a matrix of the shared experts of a layer, which lie in one tensor; {} is gate, up or down; or the names by
         these. If gate and up have one name, that tensor has the rows of both
@@ -107,6 +110,11 @@ class TensorNames:
     query_down_norm: str | None = None
     joined_gate_up: str | None = None
     sinks: str | None = None
+    draft_layer: str | None = None
+    draft_input: str | None = None
+    draft_embedding_norm: str | None = None
+    draft_hidden_norm: str | None = None
+    draft_output_norm: str | None = None
     positions: str | None = None
     first_position: int = 0
     norm_weight: bool = True
@@ -255,6 +263,7 @@ class GgufArchitecture:
     one_part: a layer of the file is a mixer or a feed-forward
     rotated: heads are rotated; None: if `rope.scaling.finetuned` is not false
     gated_attention: the field of ModelSpec
+    drafts: a layer behind the last one is a draft layer
     """
 
     interleaved: bool
@@ -298,6 +307,7 @@ class GgufArchitecture:
     one_part: bool = False
     rotated: bool | None = True
     gated_attention: bool = False
+    drafts: bool = False
 
 
 @frozen(kw_only=True)

@@ -1,8 +1,10 @@
 """Qwen3-Next, Qwen3.5 and Qwen3.6: three of four layers are gated DeltaNet, attention has a gate and rotates a quarter.
 
 The stored weights of norms lack 1, except those of DeltaNet's outputs. Qwen3-Next stores the input of DeltaNet in two
-tensors, a key head's rows together. Published checkpoints have a vision tower and layers that predict further tokens;
-both are left out. Their mixtures store the experts of a layer in one tensor, transformers saves them one by one.
+tensors, a key head's rows together. Published checkpoints have a vision tower, which is left out, and a draft layer
+with attention, which transformers leaves out. The layer reads hidden states behind the output norm: with these more of
+its drafts were accepted in llama.cpp (pull request 24025). Their mixtures store the experts of a layer in one tensor,
+transformers saves them one by one.
 """
 
 from __future__ import annotations
@@ -91,15 +93,30 @@ QWEN35_MOE_DEFAULTS = {
     "num_experts_per_tok": 8,
     "num_experts": 256,
 }
+DRAFT = "mtp.layers.0."
+DRAFT_NAMES: dict[str, Any] = {
+    "draft_layer": "mtp.layers.{}.",
+    "draft_input": "fc",
+    "draft_embedding_norm": "pre_fc_norm_embedding",
+    "draft_hidden_norm": "pre_fc_norm_hidden",
+    "draft_output_norm": "norm",
+}
 FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 OWN_NAMES = replace(
-    MOE_NAMES, fused_experts=FUSED, recurrent=lambda model, layer: joined_deltanet_tensors(model, "linear_attn")
+    MOE_NAMES,
+    **DRAFT_NAMES,
+    fused_experts=FUSED,
+    recurrent=lambda model, layer: joined_deltanet_tensors(model, "linear_attn"),
 )
 QWEN35_NAMES = replace(
-    GATED_NAMES, predictor=None, recurrent=lambda model, layer: deltanet_tensors(model, "linear_attn")
+    GATED_NAMES,
+    **DRAFT_NAMES,
+    predictor=None,
+    recurrent=lambda model, layer: deltanet_tensors(model, "linear_attn"),
 )
-QWEN35_MOE_NAMES = replace(MOE_NAMES, fused_experts=FUSED, recurrent=QWEN35_NAMES.recurrent)
+QWEN35_MOE_NAMES = replace(MOE_NAMES, **DRAFT_NAMES, fused_experts=FUSED, recurrent=QWEN35_NAMES.recurrent)
 LEFT_OUT = r"(model\.)?(mtp|visual)\..*"
+OF_ITS_OWN = ("mtp.embed_tokens.weight", "mtp.lm_head.weight")  # with them the draft layer is left out
 
 
 def _next(config: Record, has: Has, choices: Choices) -> ModelSpec:
@@ -124,18 +141,21 @@ def _mixture(config: Record, has: Has, choices: Choices, is_dense: list[bool], *
         normalized_shares=normalized_shares,
     )
     of_dense = dense_experts(config, is_dense, "intermediate_size", "moe_intermediate_size")
-    return _model(config, has, choices, neurons="moe_intermediate_size", mixture=mixture, dense_experts=of_dense)
+    return _model(config, has, choices, neurons="moe_intermediate_size", mixture=mixture, of_dense=of_dense)
 
 
 def _qwen35(config: Record, has: Has, choices: Choices) -> ModelSpec:
     return _model(config, has, choices)
 
 
-def _model(config: Record, has: Has, choices: Choices, **mixture: Any) -> ModelSpec:
+def _model(
+    config: Record, has: Has, choices: Choices, *, of_dense: list[int] | None = None, **mixture: Any
+) -> ModelSpec:
     refuse_biases(config, has)
     if config.boolean("attention_bias"):
         config.fail("attention_bias", "is true: not supported in this class")
     mixers = layer_mixers(config, MIXERS, full_layer_every=config.integer(INTERVAL, 1, MAX.layers))
+    drafts = has(f"{DRAFT}fc.weight") and not any(map(has, OF_ITS_OWN))
     recurrent = {
         "state_heads": config.integer("linear_num_value_heads", 1, MAX.query_heads),
         "state_key_heads": config.integer("linear_num_key_heads", 1, MAX.query_heads),
@@ -143,6 +163,7 @@ def _model(config: Record, has: Has, choices: Choices, **mixture: Any) -> ModelS
         "state_value_width": config.integer("linear_value_head_dim", 1, MAX.head_width),
         "convolution_tokens": config.integer("linear_conv_kernel_dim", 1, MAX_CONVOLUTION),
     }
+    mixers += ["attention"] * drafts
     return gated_model(
         config,
         choices,
@@ -152,7 +173,8 @@ def _model(config: Record, has: Has, choices: Choices, **mixture: Any) -> ModelS
         qkv_bias=False,
         head_norm=True,
         mixers=mixers,
-        further={"gated_attention": True, **(recurrent if "deltanet" in mixers else {})},
+        dense_experts=None if of_dense is None else [*of_dense, *[0] * drafts],
+        further={"gated_attention": True, "draft_layers": int(drafts), **(recurrent if "deltanet" in mixers else {})},
         **mixture,
     )
 
@@ -167,6 +189,7 @@ def _architecture(config_class: str, defaults: dict[str, Any], read: Any, names:
         norm_offset=1.0,
         partial_rotary=True,
         part=part,
+        renamed_tensors={r"^mtp\.(fc|norm|pre_fc_norm_\w+)\.": DRAFT + r"\1."},
     )
 
 
@@ -177,6 +200,7 @@ _GGUF = GgufArchitecture(
     ffn_norm="post_attention_norm",
     gated_attention=True,
     recurrent="deltanet",
+    drafts=True,
 )
 _QWEN35_MOE = ("Qwen3_5MoeTextConfig", QWEN35_MOE_DEFAULTS, _qwen35_moe, QWEN35_MOE_NAMES)
 FAMILY = Family(

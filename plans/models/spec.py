@@ -141,6 +141,7 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     router_norm: the router reads the feed-forward's input through an RMS norm of its own instead
     expert_scales: each expert's share is multiplied by a number of its own
     layer_kinds: the layers from the first to the last, in runs of the same kind
+    draft_layers: the last ones of them, which no token needs: they draft tokens (multi-token prediction, MTP)
     query_heads: heads of attention
     key_heads: heads of keys and values; divides query_heads
     head_width: width of a query, key or value of one head; with latents of a query or key
@@ -219,6 +220,7 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     groups_per_token: Experts = 1
     groups_by_best: bool = False
     layer_kinds: tuple[LayerKind, ...]
+    draft_layers: Annotated[int, Range(0, 1)] = 0
     query_heads: Heads
     key_heads: Heads
     head_width: HeadWidth
@@ -319,8 +321,11 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
         plain = all(kind.mixer == "attention" and kind.feed_forward for kind in kinds)
         self._require("parallel", plain or not self.parallel, "needs attention and a feed-forward in every layer")
         self._require("norms", plain or self.norms == "before", f"{self.norms} needs attention in every layer")
-        for field in ("gated_attention", "qkv_limit"):
+        for field in ("gated_attention", "qkv_limit", "draft_layers"):
             self._require(field, not (getattr(self, field) and self.latent_width), "not supported with latents")
+        drafts = kinds[-1].mixer == "attention" and kinds[-1].feed_forward and self.text_layers > 0
+        drafts = drafts and self.positions == "rotary"
+        self._require("draft_layers", drafts or not self.draft_layers, "needs a last layer with rotary attention")
 
     def _require_routing(self) -> None:
         for field in ("router_bias", "choosing_bias", "shared_gate", "router_norm", "expert_scales", "branch_norms"):
@@ -373,6 +378,11 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
     @cached_property
     def layers(self) -> int:
         return sum(kind.layers for kind in self.layer_kinds)
+
+    @property
+    def text_layers(self) -> int:
+        """Number of layers that every token passes."""
+        return self.layers - self.draft_layers
 
 
 RANGES, RUN_RANGES = marks_of(ModelSpec, Range), marks_of(LayerKind, Range)

@@ -11,6 +11,10 @@ from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_byt
 from neuronpipe.plans.package.manifest import Manifest, Predictor
 
 QUANT_DTYPES = {"q8": "I8", "f16": "F16"}  # U8 for all others
+DRAFT_INPUT = "draft_input"
+"""The matrix of a draft layer that is multiplied with the normed embedding of the next token, followed by the normed
+result of the layers before."""
+DRAFT_NORMS = ("draft_embedding_norm", "draft_hidden_norm", "draft_output_norm")
 
 
 def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
@@ -28,6 +32,8 @@ def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
             else:
                 yield f"layers.{layer}.qkv", model.layer_heads[layer].qkv_rows, model.width
             yield f"layers.{layer}.attention_output", model.width, model.layer_heads[layer].query_width
+        if layer >= model.text_layers:
+            yield f"layers.{layer}.{DRAFT_INPUT}", model.width, 2 * model.width
 
 
 def _recurrent_matrices(model: ModelSpec, layer: int) -> Iterator[tuple[str, int, int]]:
@@ -52,13 +58,15 @@ def latent_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
 
 
 def mixer_matrices(model: ModelSpec, layer: int) -> tuple[str, ...]:
-    """Return the names of the matrices of a layer's mixer, without their prefix."""
+    """Return the names of the matrices of a layer's mixer, and of the input of a draft layer, without their prefix."""
     if model.mixers[layer] in RECURRENT:
         rates = ("recurrent_rates",) if model.rates(layer) else ()
         raised = ("recurrent_decays", "recurrent_gates") if model.mixers[layer] == "kda" else ()
         return "recurrent_input", *rates, *raised, "recurrent_output"
     if model.mixers[layer] == "none":
         return ()
+    if layer >= model.text_layers:
+        return DRAFT_INPUT, "qkv", "attention_output"
     if not model.latent_width:
         return "qkv", "attention_output"
     return *(name for name, _, _ in latent_matrices(model)), "attention_output"
@@ -66,7 +74,7 @@ def mixer_matrices(model: ModelSpec, layer: int) -> tuple[str, ...]:
 
 def row_lengths(model: ModelSpec) -> dict[str, int]:
     """Return the lengths of rows of weights by the fields of ModelSpec that they follow from."""
-    lengths = {"width": model.width}
+    lengths = {"width": model.width} | ({"2 * width": 2 * model.width} if model.draft_layers else {})
     if any(mixer in WITH_MEMORY for mixer in model.mixers):
         lengths |= {"state_heads * state_value_width": model.state_values_width}
     if model.state_rank:
@@ -162,7 +170,7 @@ def norm_widths(model: ModelSpec, heads: Heads) -> tuple[int, int]:
 
 
 def layer_norms(model: ModelSpec, layer: int) -> tuple[str, ...]:
-    """Return the names of a layer's norms of the residual stream, or of what is added to it."""
+    """Return the names of a layer's norms of the residual stream or of what is added to it, and of a draft layer's."""
     parts = [
         *(["attention"] if model.mixers[layer] != "none" else []),
         *(["ffn"] if model.ffn_layers[layer] else []),
@@ -170,7 +178,7 @@ def layer_norms(model: ModelSpec, layer: int) -> tuple[str, ...]:
     before = tuple(f"{part}_norm" for part in parts) if model.norms_before else ()
     after = tuple(f"{part}_output_norm" for part in parts) if model.norms_after else ()
     of_branches = ("routed_norm", "routed_output_norm", "shared_output_norm") if model.branch_norms else ()
-    return (*before, *after, *of_branches)
+    return (*before, *after, *of_branches, *(DRAFT_NORMS if layer >= model.text_layers else ()))
 
 
 def _norm(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:

@@ -205,6 +205,7 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
             vocabulary=model.vocabulary,
             workers=shape.workers,
             lane_words=lib.np_channel_bytes(shape.step_tokens) // WORD_BYTES,
+            draft_width=model.width if model.draft_layers else 0,
             **_stage_lengths(manifest, shape.step_tokens, predicts=shape.predicts),
         ),
         layouts.board(processes=shape.processes, sequences=shape.sequences),

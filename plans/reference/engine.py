@@ -11,6 +11,7 @@ from neuronpipe.plans.convert.checkpoint import ffn_name
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import PredictorInput
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.tensors import DRAFT_INPUT
 from neuronpipe.plans.reference.attention import (
     LatentAttention,
     attend,
@@ -156,8 +157,8 @@ class ReferenceEngine:
         return Result(self.logits(hidden), fired)
 
     def hidden(self, sequences: Sequence[Sequence[int]]) -> tuple[Array, np.ndarray]:
-        """Return the residual stream after the last layer [tokens of all sequences, width], and the firing counts of
-        Result. Raises UserError for token ids that the model lacks, and for empty or too long sequences.
+        """Return the residual stream after the last text layer [tokens of all sequences, width], and the firing counts
+        of Result. Raises UserError for token ids that the model lacks, and for empty or too long sequences.
 
         sequences: token ids of each sequence, from position 0 on
         """
@@ -169,31 +170,62 @@ class ReferenceEngine:
         if model.positions == "learned":
             table = self._weights.vector("position_embedding").reshape(-1, model.width)
             x = x + np.concatenate([table[: len(tokens)] for tokens in sequences])
-        scale = np.float32(model.residual_scale)
         fired = np.zeros((model.ffns, model.neurons), dtype=np.int64)
-        for layer in range(model.layers):
-            attention_input, layer_input = x, x
-            if model.mixers[layer] != "none":
-                attention_input = self._input(f"layers.{layer}.attention_norm", x)
-                attention = self._mix(layer, attention_input, [len(tokens) for tokens in sequences])
-                x = x + scale * self._output(f"layers.{layer}.attention_output_norm", attention)
-            if not model.ffn_layers[layer]:
-                continue
-            residual = layer_input if model.parallel else x
-            inputs = attention_input, residual, self._input(f"layers.{layer}.ffn_norm", residual)
-            change = self._experts(layer, inputs, layer_input, fired)
-            x = x + scale * self._output(f"layers.{layer}.ffn_output_norm", change)
-            if model.layer_scales:
-                x = x * self._weights.vector(f"layers.{layer}.scale")
+        for layer in range(model.text_layers):
+            x = self._layer(layer, x, [len(tokens) for tokens in sequences], fired)
         return x, fired
+
+    def draft_logits(self, tokens: Sequence[int], drafted: Sequence[int] = ()) -> Array:
+        """Return the logits [tokens - 1 + drafted, vocabulary] of the draft layer, which reads each token but the first
+        and the last hidden state of the token before it.
+
+        drafted: further tokens, for which the layer reads its own hidden state instead
+        """
+        layer, norm = self._model.text_layers, f"layers.{self._model.text_layers}.draft_output_norm"
+        hidden, fired = self.hidden([tokens])
+        inputs = self._draft_inputs(tokens[1:], self._normed("output_norm", hidden[:-1]))
+        states = self._layer(layer, inputs, [len(inputs)], fired)
+        for token in drafted:
+            inputs = np.concatenate((inputs, self._draft_inputs([token], self._normed(norm, states[-1:]))))
+            states = self._layer(layer, inputs, [len(inputs)], fired)
+        return self._logits_of(self._normed(norm, states) * np.float32(self._model.logit_scale))
+
+    def _draft_inputs(self, tokens: Sequence[int], hidden: Array) -> Array:
+        """Return the residual stream before the draft layer. hidden: for each token a hidden state"""
+        model, name = self._model, f"layers.{self._model.text_layers}"
+        embedded: Array = self._weights.rows("embedding", np.asarray(tokens)) * np.float32(model.embedding_scale)
+        halves = (
+            self._normed(f"{name}.draft_embedding_norm", embedded),
+            self._normed(f"{name}.draft_hidden_norm", hidden),
+        )
+        return self._product(model.text_layers, DRAFT_INPUT, np.concatenate(halves, axis=1))
 
     def logits(self, hidden: Array) -> Array:
         """Return logits [tokens, vocabulary]. hidden: residual stream after the last layer."""
+        return self._logits_of(self.output_inputs(hidden))
+
+    def _logits_of(self, inputs: Array) -> Array:
         output = self._weights.matrix("embedding" if self._model.tied_embeddings else "output")
-        logits: Array = self.output_inputs(hidden) @ output.T
+        logits: Array = inputs @ output.T
         if self._model.logit_bias:
             logits = logits + self._weights.vector("output.bias")
         return capped(logits, self._model.logit_cap)
+
+    def _layer(self, layer: int, x: Array, lengths: Sequence[int], fired: np.ndarray) -> Array:
+        """Return the residual stream after a layer. Sets the firing counts."""
+        model, scale = self._model, np.float32(self._model.residual_scale)
+        attention_input, layer_input = x, x
+        if model.mixers[layer] != "none":
+            attention_input = self._input(f"layers.{layer}.attention_norm", x)
+            attention = self._mix(layer, attention_input, lengths)
+            x = x + scale * self._output(f"layers.{layer}.attention_output_norm", attention)
+        if not model.ffn_layers[layer]:
+            return x
+        residual = layer_input if model.parallel else x
+        inputs = attention_input, residual, self._input(f"layers.{layer}.ffn_norm", residual)
+        change = self._experts(layer, inputs, layer_input, fired)
+        x = x + scale * self._output(f"layers.{layer}.ffn_output_norm", change)
+        return x * self._weights.vector(f"layers.{layer}.scale") if model.layer_scales else x
 
     def output_inputs(self, hidden: Array) -> Array:
         """Return the input vectors [tokens, width] of the output matrix."""

@@ -63,6 +63,7 @@ def exchange(
     vocabulary: int,
     workers: int,
     lane_words: int,
+    draft_width: int = 0,
 ) -> Layout:
     """The buffers of a decode step, which its participants share. tokens: maximum of one decode step; pairs: a pair is
     a token and one of its experts; groups: maximal number of experts that are computed at once; output_width: width if
@@ -71,7 +72,7 @@ def exchange(
     rank of the predictor, 0 without one;
     claims: number of counters by which participants claim pieces of work; logit_rows: maximal number of tokens of a
     decode or prefill step whose logits are needed; workers: decode workers, each of which has a step channel of
-    lane_words."""
+    lane_words; draft_width: width in a model with a draft layer, else 0."""
     fields = Fields(
         "exchange",
         5,
@@ -91,6 +92,8 @@ def exchange(
             "vocabulary": vocabulary,
             "workers": workers,
             "lane_words": lane_words,
+            "draft_width": draft_width,
+            "drafted": tokens if draft_width else 0,
         },
     )
     fields.add(
@@ -127,6 +130,23 @@ def exchange(
         by="decode, coordinator",
         to="coordinator",
         ordering="section 6.2; word 0 counts steps, word 1 its sleepers; sequentially consistent",
+    )
+    fields.add(
+        "last_hidden",
+        "f32",
+        "logit_rows",
+        "draft_width",
+        by="decode, prefill: participant 0, with the logits of their step",
+        to="decode",
+        ordering="StepDone and Prefilled; the normed last hidden state of each row of logits",
+    )
+    fields.add(
+        "drafted",
+        "u32",
+        "drafted",
+        by="decode: participant 0",
+        to="coordinator",
+        ordering="StepDone; the drafted tokens of the step, in order",
     )
     return fields.layout()
 

@@ -27,6 +27,7 @@ class Hello(Message):
         uses the name of the decode workers, or a name that ends with "+" and theirs; in the second case, a step in
         which it takes part has the accelerator's name
     prompt_cache: true if a loader answers `Save` and `Restore`
+    drafts: true if a worker computes the draft layer of a model that has one
     """
 
     role: str
@@ -38,6 +39,7 @@ class Hello(Message):
     core: int | None = None
     numerics: str = ""
     prompt_cache: bool = False
+    drafts: bool = False
 
 
 @message

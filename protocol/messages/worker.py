@@ -6,6 +6,9 @@ from typing import Literal
 
 from neuronpipe.protocol.codec import Message, message
 
+DRAFTED = -1
+"""The token of a `Step` that the draft layer is to predict."""
+
 
 @message
 class Step(Message):
@@ -26,11 +29,14 @@ class Step(Message):
     end_blocks: the block after its last one
     sequences: KV slot of each sequence
     positions: position of each token in its sequence, from 0
-    tokens: the input tokens, one for each sequence
+    tokens: the input tokens, one for each sequence; the last ones may be -1: the draft layer of the model predicts
+        them before the step, and the participants write them to `drafted` of the exchange segment
     held_matrices: the matrices that the accelerator among the participants computes alone, out of "qkv",
         "attention_output" (both in every layer) and "output"
     states_from: if layers are recurrent, the slot of each sequence's state before its token, or -1 at position 0
     states_to: likewise the slot that the state after the token is written to
+    draft_tokens: what the draft layer reads, if it predicts tokens: the last tokens of the sequence up to the first of
+        `tokens`. For number n it reads row n of `last_hidden`, which is that of the token before
     """
 
     step: int
@@ -44,8 +50,11 @@ class Step(Message):
     held_matrices: tuple[str, ...] = ()
     states_from: tuple[int, ...] = ()
     states_to: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.tokens and (self.tokens[-1] == DRAFTED) != bool(self.draft_tokens):
+            raise ValueError("draft_tokens: expected some if tokens are drafted, and none otherwise")
         if {len(self.states_from), len(self.states_to)} not in ({0}, {len(self.tokens)}):
             raise ValueError("states_from and states_to: expected the same length as tokens, or none")
         if not 0 < len(self.sequences) == len(self.positions) == len(self.tokens):
@@ -76,6 +85,8 @@ class Prefill(Message):
     state_to: likewise the slot that the state after the last token is written to
     snapshot_tokens: numbers of the chunk's first tokens after which the state is also written, ascending
     snapshot_slots: the slots that these states are written to
+    draft_tokens: with a draft layer, the tokens that follow the first ones of the chunk: the layer computes their keys
+        and values, too
     """
 
     step: int
@@ -91,6 +102,7 @@ class Prefill(Message):
     state_to: int | None = None
     snapshot_tokens: tuple[int, ...] = ()
     snapshot_slots: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
 
     @property
     def state_runs(self) -> list[tuple[int, int, int]]:
@@ -112,6 +124,8 @@ class Prefill(Message):
             raise ValueError("snapshot_slots: expected slots that differ from each other and from those of the step")
         if len(self.targets) > len(self.tokens) or (self.targets and self.logits != "none"):
             raise ValueError('targets: expected no more than tokens, and logits "none"')
+        if len(self.draft_tokens) > len(self.tokens) or (self.draft_tokens and self.targets):
+            raise ValueError("draft_tokens: expected no more than tokens, and no targets")
         if self.likely < 0:
             raise ValueError("likely: expected 0 or more")
         if self.copy_from == self.sequence:

@@ -233,7 +233,8 @@ class CoordinatorService:
                 process.step = message.step
                 self._meter.answered(message.counters)
                 ratings = message.ratings if isinstance(message, outcome.Prefilled) else ()
-                self._handle(StepLeft(process.name, message.step, message.epoch, True, message.counters, ratings))
+                facts = message.counters, ratings, self._pipeline.drafted
+                self._handle(StepLeft(process.name, message.step, message.epoch, True, *facts))
             case outcome.StepAbandoned():
                 self._pipeline.answered_by_message(process.name)
                 self._processes.credits.give_back(peer)
@@ -268,7 +269,7 @@ class CoordinatorService:
         if process.state == "starting" and process.incarnation >= 0:
             self._processes.ready(process)
             self._events.send(Life(role=process.role, index=process.index, state="ready"))
-            self._handle(ProcessReady(process.name, process.numerics, process.prompt_cache))
+            self._handle(ProcessReady(process.name, process.numerics, process.prompt_cache, process.drafts))
 
     def _beat(self, process: processes.WorkerProcess, beat: Beat) -> None:
         if process.incarnation < 0 and time.monotonic() - process.greeted_at > GREET_AGAIN_S:
@@ -308,12 +309,12 @@ class CoordinatorService:
         """
         answers = self._pipeline.collect()
         for answer in answers:
-            role, index = answer.process
-            process = self._processes.heard(f"{role}-{index}")
+            process = self._processes.heard("-".join(map(str, answer.process)))
             self._processes.credits.give_back(process.peer)
             process.step = answer.step
             self._meter.answered(answer.counters)
-            self._carry_out(StepLeft(answer.process, answer.step, answer.epoch, True, answer.counters))
+            facts = answer.counters, (), self._pipeline.drafted
+            self._carry_out(StepLeft(answer.process, answer.step, answer.epoch, True, *facts))
         if self._pipeline.take_unexpected():
             self._carry_out(self._epoch_event(self._epoch.advance()))
         return bool(answers)

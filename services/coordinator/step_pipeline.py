@@ -65,7 +65,7 @@ class StepPipeline:
 
     def __init__(self, memory: RunMemory, model: ModelSpec, sampler: Sampler) -> None:
         self._lanes = Lanes(memory)
-        self._sampler = sampler
+        self._sampler, self._drafted = sampler, memory.view("exchange", "drafted")
         self.wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         claims = ffi.from_buffer("uint32_t[]", memory.view("exchange", "claims"))
         self._config = ffi.new(
@@ -164,6 +164,11 @@ class StepPipeline:
             log.error("a step was sent ahead that was not decided on")
         return is_unexpected
 
+    @property
+    def drafted(self) -> tuple[int, ...]:
+        """The tokens that the draft layer has predicted for the last step, and older ones behind them."""
+        return tuple(self._drafted)
+
     # ---- answers ---------------------------------------------------------------------------------------------
     @property
     def is_waiting(self) -> bool:
@@ -246,7 +251,7 @@ def _native_steps(message: Step, processes: Sequence[ProcessKey]) -> tuple[Any, 
     states = (message.states_from, message.states_to)
     arrays = [
         ffi.new("int32_t[]", list(numbers)) if numbers else ffi.NULL
-        for numbers in (message.sequences, message.positions, message.tokens, *states)
+        for numbers in (message.sequences, message.positions, message.tokens, *states, message.draft_tokens)
     ]
     works = [work_of(message, f"{role}.{index}") for role, index in sorted(processes)]
     steps = [
@@ -265,6 +270,8 @@ def _native_steps(message: Step, processes: Sequence[ProcessKey]) -> tuple[Any, 
             "tokens": arrays[2],
             "states_from": arrays[3],
             "states_to": arrays[4],
+            "draft_count": len(work.draft_tokens),
+            "draft_tokens": arrays[5],
             "logits_count": work.logits_count,
         }
         for work in works

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class Service:
     """The shell of one service.
 
-    slots, numerics, prompt_cache: fields of `Hello`
+    slots, numerics, prompt_cache, drafts: fields of `Hello`
     available: False delays `Ready` until `become_available`
     step: number of the current step, for heartbeats
     counters: returns the counters of heartbeats; the service sets it
@@ -51,6 +51,7 @@ class Service:
         available: bool = True,
         numerics: str = "",
         prompt_cache: bool = False,
+        drafts: bool = False,
     ) -> None:
         process = job.process
         self.role, self.index = process.role, process.index
@@ -64,6 +65,7 @@ class Service:
             core=process.core,
             numerics=numerics,
             prompt_cache=prompt_cache,
+            drafts=drafts,
         )
         self.control = Connection(context, CONTROL, job.endpoints["control"], f"{process.role}-{process.index}")
         self._poller = Poller()

@@ -42,6 +42,7 @@ class CpuBackend:
 
     multiply: Multiply | None = None
     rates = True
+    drafts = True
 
     def __init__(self, options: str = "") -> None:
         instruction_sets = ffi.string(lib.np_isa_names()).decode().split(",")
@@ -130,6 +131,8 @@ class CpuBackend:
             claims=stage("claims"),
             barrier=stage("barriers"),
             logits=memory.view("exchange", "logits"),
+            last_hidden=memory.view("exchange", "last_hidden"),
+            drafted=memory.view("exchange", "drafted"),
             kv=memory.view("kv", "kv"),
             states=memory.view("kv", "states"),
             slots=(memory.view("slots", "trigger_slots"), memory.view("slots", "value_slots")),

@@ -25,7 +25,8 @@ class DecodeService:
         backend = self.backend(job)
         self._worker = Worker(job, backend, activity)
         self._context = open_context()
-        self._service = Service(self._context, job, slots=1, numerics=backend.numerics)
+        drafts = getattr(backend, "drafts", False)
+        self._service = Service(self._context, job, slots=1, numerics=backend.numerics, drafts=drafts)
         # A subclass that overrides `compute` must see every step, so its steps all come as messages.
         uses_channel = type(self).compute is DecodeService.compute and activity is None
         self._lane: Lane | None = self._worker.lane() if uses_channel else None

@@ -56,6 +56,7 @@ class View:
 
     slots, entries: a buffer for each part
     changes: None unless the model norms outputs
+    last_hidden, drafted: empty unless the model has a draft layer
     states: None unless layers are recurrent
     ranks, predicted: None in exact mode
     activity: None unless neurons are recorded
@@ -73,6 +74,8 @@ class View:
     predicted: Any
     claims: Any
     logits: Any
+    last_hidden: Any
+    drafted: Any
     kv: Any
     states: Any
     slots: tuple[Any, Any]
@@ -229,7 +232,14 @@ class Participant:
         self._read_counters()  # clears the counters of a step that was abandoned
         self._step_arrays = [
             ffi.new("int32_t[]", list(values)) if values else ffi.NULL
-            for values in (work.sequences, work.positions, work.tokens, work.states_from, work.states_to)
+            for values in (
+                work.sequences,
+                work.positions,
+                work.tokens,
+                work.states_from,
+                work.states_to,
+                work.draft_tokens,
+            )
         ]
         step = self._step
         step.number, step.epoch = work.number, work.epoch
@@ -240,7 +250,8 @@ class Participant:
         step.offloaded_blocks = share.offloaded_blocks
         step.offloaded_matrices = sum(OFFLOADED_MATRICES.get(name, 1 << 31) for name in set(share.offloaded_matrices))
         step.count, step.logits_first, step.logits_count = len(work.tokens), work.logits_first, work.logits_count
-        step.sequences, step.positions, step.tokens, step.states_from, step.states_to = self._step_arrays
+        step.sequences, step.positions, step.tokens, step.states_from, step.states_to, *drafts = self._step_arrays
+        step.draft_count, (step.draft_tokens,) = len(work.draft_tokens), drafts
         step.token_scores = ffi.NULL if work.ratings is None else work.ratings.native
         return step
 
@@ -328,6 +339,7 @@ class Participant:
         kinds = {
             "predicted": "uint8_t *",
             "claims": "uint32_t *",
+            "drafted": "int32_t *",
             "kv": "uint16_t *",
             "slots": "uint8_t *",
             "entries": "uint32_t *",

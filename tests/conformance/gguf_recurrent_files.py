@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,12 @@ OF_LAYER = {
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
 }
+NEXTN = {
+    "mtp.fc.weight": "nextn.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    "mtp.norm.weight": "nextn.shared_head_norm.weight",
+}
 KIMI = {
     "kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "kv_a_layernorm": "attn_kv_a_norm",
@@ -111,17 +118,20 @@ def write_recurrent_gguf(
     instead: dict[str, Any] | None = None,
     without: tuple[str, ...] = (),
     older: bool = False,
+    drafts: Mapping[str, Array] | None = None,
 ) -> Path:
     """Write a recipe with its matrices in one encoding. instead: keys and values, after the architecture's name, that
-    replace or add to those of the converter; without: keys that are left out. older: Qwen3-Next as its first files."""
+    replace or add to those of the converter; without: keys that are left out. older: Qwen3-Next as its first files.
+    drafts: the tensors of a draft layer, by their names in a checkpoint."""
     architecture = ARCHITECTURES[recipe.name]
     writer = GGUFWriter(path, architecture)
     writer.add_name("model")
     add_tokenizer(writer, recipe)
-    for key, value in (keys(recipe) | (instead or {})).items():
+    instead = (instead or {}) | ({"block_count": recipe.layers + 1, "nextn_predict_layers": 1} if drafts else {})
+    for key, value in (keys(recipe) | instead).items():
         if key not in without:
             add_value(writer, f"{architecture}.{key}", value)
-    for name, values in gguf_tensors(recipe, older=older):
+    for name, values in gguf_tensors(recipe, older=older, drafts=drafts or {}):
         is_plain = values.ndim == 1 or re.search(r"ffn_gate_inp|ssm_(conv1d|a|d|norm)|shortconv\.conv", name)
         if is_plain or encoding == "F32":
             writer.add_tensor(name, np.ascontiguousarray(values))
@@ -253,10 +263,17 @@ def blocks_of(recipe: Recipe) -> list[str]:
     return settings.get("layers_block_type") or [kinds[block] for block in settings["hybrid_override_pattern"]]
 
 
-def gguf_tensors(recipe: Recipe, *, older: bool = False) -> Iterator[tuple[str, Array]]:
-    """The recipe's tensors by the names that they have in GGUF, those of all experts of a layer in one."""
+def gguf_tensors(
+    recipe: Recipe, *, older: bool = False, drafts: Mapping[str, Array] = MappingProxyType({})
+) -> Iterator[tuple[str, Array]]:
+    """The recipe's tensors by the names that they have in GGUF, those of all experts of a layer in one. drafts: as in
+    write_recurrent_gguf"""
     stacks: dict[str, list[Array]] = {}
-    for full_name, values in tensors(recipe):
+    of_drafts = {name.replace("mtp.layers.0", f"model.layers.{recipe.layers}"): drafts[name] for name in drafts}
+    for full_name, values in [*tensors(recipe), *of_drafts.items()]:
+        if full_name in NEXTN:
+            yield f"blk.{recipe.layers}.{NEXTN[full_name]}", _with_one(recipe, full_name, values)
+            continue
         match = re.fullmatch(r"(?:model|backbone)\.layers\.(\d+)\.(.+)", full_name)
         if match is None:
             stem = full_name.removesuffix(".weight")
@@ -311,7 +328,8 @@ def _apart(recipe: Recipe, values: Array) -> Iterator[tuple[str, Array]]:
 
 
 def _with_one(recipe: Recipe, name: str, values: Array) -> Array:
-    is_short = recipe.name.startswith("qwen") and name.endswith("norm.weight") and "linear_attn" not in name
+    is_norm = name.endswith("norm.weight") or "norm_" in name
+    is_short = recipe.name.startswith("qwen") and is_norm and "linear_attn" not in name
     return values + np.float32(1) if is_short else values
 
 

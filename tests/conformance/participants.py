@@ -51,6 +51,7 @@ class Participants:
         self._barrier = np.zeros(LINE_WORDS, np.uint32)
         self.in_flight = np.zeros(LINE_WORDS, np.uint32)
         self._logits = np.zeros((tokens, model.vocabulary), np.float32)
+        self._drafted = np.zeros(tokens, np.uint32)
         self.partials = np.zeros((pairs, layout.blocks, model.width), np.float32)  # sums of blocks, by token and expert
         self._entries = [lib.NP_ENTRY_PRESENT | np.arange(manifest.clusters, dtype=np.uint32) for _ in range(2)]
         self._arrivals = np.zeros(LINE_WORDS, np.uint32)
@@ -70,6 +71,8 @@ class Participants:
             else None,
             "claims": self._claims,
             "logits": self._logits,
+            "last_hidden": np.zeros((tokens, model.width), np.float32),
+            "drafted": self._drafted,
             "kv": np.zeros(model.position_elements * model.context_tokens, np.uint16),
             "states": self.states,
             "slots": self._slots(),
@@ -127,6 +130,27 @@ class Participants:
                 list(threads.map(_compute, self.all[: len(shares)], works, held, *others))
                 logits[first : first + len(some)] = self._logits[: len(some)]
         return logits
+
+    def draft(self, tokens: Sequence[int], chunk: int, drafted: int) -> tuple[list[int], NDArray[np.float32]]:
+        """What the draft layer predicts after a text, and the logits after the text's last token and each of these.
+        The text before its last token is computed in steps of `chunk` tokens, of which the draft layer has each that is
+        followed by a known one."""
+        starts = range(0, len(tokens) - 1, chunk)
+        steps = [(first, list(tokens[first : min(first + chunk, len(tokens) - 1)])) for first in starts]
+        behind = [tokens[first + 1 : min(first + 1 + len(some), len(tokens) - 1)] for first, some in steps]
+        steps.append((len(tokens) - 1, [tokens[-1], *[lib.NP_DRAFTED] * drafted]))
+        with ThreadPoolExecutor(len(self.all)) as threads:
+            for number, ((first, some), following) in enumerate(zip(steps, [*behind, tokens[-1:]], strict=True)):
+                self._claims[:] = 0
+                shares = [(0, self._package.manifest.layout.blocks)] * len(self.all)
+                works = [_work(first, some, shares, own, 0, ()) for own in range(len(shares))]
+                for work in works:
+                    self._give_states(work, number)
+                    work.draft_tokens = following
+                    if some[-1] != lib.NP_DRAFTED:
+                        work.logits_first, work.logits_count = len(some) - 1, 1
+                list(threads.map(Participant.compute, self.all, works))
+        return [int(token) for token in self._drafted[:drafted]], self._logits[: 1 + drafted].copy()
 
     def rate(self, tokens: Sequence[int], likely: int) -> Ratings:
         """Of each token after the first, in one step, with these tokens' logits a few rows at a time."""

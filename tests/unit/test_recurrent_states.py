@@ -19,6 +19,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.loader import Hasten, Restore, Save
 from neuronpipe.protocol.messages.request import Cancel, Generate
+from neuronpipe.protocol.messages.worker import DRAFTED as TO_DRAFT
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.scheduling import drafts, prompt_cache, requests, steps
 from neuronpipe.services.coordinator.scheduling.events import (
@@ -87,14 +88,16 @@ class Machine:
         snapshots: int = SNAPSHOTS,
         prefill_chunk_tokens: int = 4,
         draft_tokens: int = DRAFTED,
+        draft_layers: int = 0,
     ) -> None:
-        self.random = random.Random(seed)
+        self.random, self.has_layer = random.Random(seed), draft_layers > 0
         self.state_slots, self.own_states = 2 * sequences + draft_tokens + snapshots, 2 * sequences
         self.scheduler = make_scheduler(
             sequences=sequences,
             context_tokens=CONTEXT,
             logit_rows=max(sequences, 1 + draft_tokens),
             draft_tokens=draft_tokens,
+            draft_layers=draft_layers,
             state_slots=self.state_slots,
             prefill_chunk_tokens=prefill_chunk_tokens,
         )
@@ -103,6 +106,8 @@ class Machine:
         self.waiting: list[SendStep] = []
         self.sampling: list[SampleTokens] = []
         self.rows: list[tuple[int, ...]] = []
+        self.drafted: tuple[int, ...] = ()
+        self.attempted = 0  # the number of the last step that was computed, whether it counted or not
         self.requests: dict[str, tuple[str, int, int]] = {}
         self.conversations: list[str] = []  # that have just had an answer
         self.happened = Counter[str]()
@@ -110,6 +115,8 @@ class Machine:
         self.disk: set[tuple[int, ...]] = set()  # prefixes whose keys, values and state the prompt cache has
         self.loading: list[Save | Restore] = []
         self.scheduler.handle(ProcessReady(LOADER, "", True), 0.0)
+        for worker in [("decode", 0), ("decode", 1)] if self.has_layer else ():
+            self.scheduler.handle(ProcessReady(worker, NUMERICS["decode"], drafts=True), 0.0)
 
     def take(self, actions: list[object]) -> None:
         for action in actions:
@@ -173,10 +180,28 @@ class Machine:
             assert not {*message.states_from} & {*message.states_to}
         active = {one.state for one in self.scheduler.requests.active}
         assert not active & {*message.states_to}, "another sequence goes on from this state"
-        each = zip(
-            message.states_from, message.states_to, message.sequences, message.positions, message.tokens, strict=True
-        )
+        tokens = self.draft(message) if message.draft_tokens else message.tokens
+        each = zip(message.states_from, message.states_to, message.sequences, message.positions, tokens, strict=True)
         self.rows = [self.step(*one, (token,)) for *one, token in each]
+
+    def draft(self, message: Step) -> tuple[int, ...]:
+        """Return the step's tokens with those that the draft layer predicts, of which most are right. It reads hidden
+        states of the same text."""
+        (slot, *_), (first, *_) = message.sequences, message.positions
+        text = [*self.kv[slot][:first], message.tokens[0]]
+        count = len(message.draft_tokens)
+        assert list(message.draft_tokens) == text[-count:]
+        if message.step != self.attempted:  # otherwise an attempt before this one has overwritten the rows
+            assert [list(row) for row in self.rows[:count]] == [text[:n] for n in range(first - count + 1, first + 1)]
+        drafted: list[int] = []
+        (sequence,) = [one for one in self.scheduler.requests.active if one.slot == slot]
+        for token in message.tokens[1:]:
+            assert token == TO_DRAFT
+            right = next_token((*text, *drafted), sequence.ask.seed)
+            drafted.append(right if self.random.random() < 0.8 else 97 + self.random.randrange(3))
+        self.drafted = tuple(drafted)
+        self.happened["drafted by the layer"] += len(drafted)
+        return message.tokens[0], *drafted
 
     def event(self) -> None:
         """One random event of a run."""
@@ -251,6 +276,7 @@ class Machine:
 
     def run(self, message: Step | Prefill) -> None:
         self.compute(message)
+        self.attempted = message.step
         workers = [("prefill", 0)] if isinstance(message, Prefill) else participants_of(message)
         if self.random.random() < 0.15:  # a process is killed when all of it is written, and the others leave
             victim = self.random.choice([*workers, LOADER])
@@ -262,10 +288,12 @@ class Machine:
             self.happened["killed"] += 1
             if victim == LOADER:
                 self.lose_loader()
-            self.take(self.scheduler.handle(ProcessReady(victim, NUMERICS.get(victim[0], ""), True), self.now))
+            ready = ProcessReady(victim, NUMERICS.get(victim[0], ""), True, self.has_layer and victim[0] == "decode")
+            self.take(self.scheduler.handle(ready, self.now))
             return
         for worker in workers:
-            self.take(self.scheduler.handle(StepLeft(worker, message.step, message.epoch, True), self.now))
+            left = StepLeft(worker, message.step, message.epoch, True, drafted=self.drafted)
+            self.take(self.scheduler.handle(left, self.now))
 
     def lose_loader(self) -> None:
         """What the loader was restoring is neither old nor new; what it was saving does not come to the disk."""
@@ -294,10 +322,13 @@ def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "ACCEPTANCE_RATE", 0.7)
 
 
+@pytest.mark.parametrize("draft_layers", [0, 1])
 @pytest.mark.parametrize("seed", range(10))
-def test_no_sequence_goes_on_from_a_state_of_another_text(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sequence_goes_on_from_a_state_of_another_text(
+    seed: int, draft_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shorten(monkeypatch)
-    machine = Machine(seed)
+    machine = Machine(seed, draft_layers=draft_layers)
     for _ in range(4000):
         machine.event()
     machine.end()
@@ -305,6 +336,7 @@ def test_no_sequence_goes_on_from_a_state_of_another_text(seed: int, monkeypatch
     assert machine.cached > 100, "nothing was shared: the test tests nothing"
     assert machine.restored > 10, "nothing was restored"
     assert machine.happened["accepted"] > 20, "nothing was drafted"
+    assert (machine.happened["drafted by the layer"] > 20) == bool(draft_layers)
 
 
 @pytest.mark.nightly
@@ -317,7 +349,7 @@ def test_no_short_run_goes_on_from_a_state_of_another_text(block: int, monkeypat
         draw = random.Random(seed)
         monkeypatch.setattr(steps, "STATE_INTERVAL_TOKENS", draw.choice((3, 4, 64)))
         slots = draw.randint(1, 4), draw.randint(1, 4)
-        machine = Machine(seed, *slots, draw.choice((3, 4, 8)), draw.randint(0, 3))
+        machine = Machine(seed, *slots, draw.choice((3, 4, 8)), draw.randint(0, 3), draw.randint(0, 1))
         try:
             for _ in range(draw.randint(60, 200)):
                 machine.event()

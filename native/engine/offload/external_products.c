@@ -193,7 +193,7 @@ int np_engine_begin_external(np_engine *engine, const np_step *step)
 static int run_until_product(np_engine *engine, np_product *product)
 {
     np_external_state *e = &engine->external;
-    while (e->layer < engine->shape.layers) {
+    while (e->layer < engine->end_layer) {
         int done = e->is_prepared ? NP_OK : begin_turn(engine);
         e->is_prepared = 1;
         if (done >= 0 && engine->participant == 0 && e->product < e->products) {

@@ -217,7 +217,7 @@ static int request_logits(np_engine *engine)
 static int run_until_pending(np_engine *engine, np_offloaded_blocks *blocks)
 {
     np_offload_state *o = &engine->offload;
-    while (o->layer < engine->shape.layers) {
+    while (o->layer < engine->end_layer) {
         int done = o->stage == 0 && !o->is_pending ? np_begin_layer(engine, o->layer) : NP_OK;
         if (done >= 0)
             done = half_stage(engine, blocks);

@@ -96,7 +96,7 @@ int np_engine_next_rows(np_engine *engine, np_product_rows *next)
     memset(next, 0, sizeof *next);
     if (!e->reader)
         return NP_E_ARGUMENT;
-    if (e->rows_layer == s->layers)
+    if (e->rows_layer == np_text_layers(s))
         return NP_OK;
     const int may_be_group = e->rows_turn >= (s->parallel ? 1u : 2u);
     if (may_be_group && s->experts > 1 && np_word_load(&e->routed) <= e->rows_layer)

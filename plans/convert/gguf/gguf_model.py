@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.plans.convert.chat_template import examined, gguf_template
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predictors, take_tensors
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_tensors
 from neuronpipe.plans.convert.gguf.gguf_gemma4 import with_gemma4_layers
 from neuronpipe.plans.convert.gguf.gguf_header import uniform_integer
 from neuronpipe.plans.convert.gguf.gguf_latents import gguf_latents
@@ -38,6 +38,7 @@ from neuronpipe.plans.convert.gguf.powerinfer import (
 )
 from neuronpipe.plans.convert.rope import interleaved_order, joined_order, latent_orders, paired_order
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.convert.source_predictors import take_predictors
 from neuronpipe.plans.convert.stored_tensors import Inventory, OpenFile, RowNumbers
 from neuronpipe.plans.gguf_part_names import model_stem
 from neuronpipe.plans.models.family import (

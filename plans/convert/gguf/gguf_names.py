@@ -33,6 +33,10 @@ NAMES = TensorNames(
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
+    draft_input="nextn.eh_proj",
+    draft_embedding_norm="nextn.enorm",
+    draft_hidden_norm="nextn.hnorm",
+    draft_output_norm="nextn.shared_head_norm",
 )
 MIXTURE_NAMES = replace(
     NAMES,

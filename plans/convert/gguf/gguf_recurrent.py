@@ -60,7 +60,8 @@ class GgufLayers:
         """Return `layer_kinds` of ModelSpec. dense_experts: the field of LayerKind, of each layer in the file"""
         dense = None
         if dense_experts is not None:
-            dense = [0 if feed_forward is None else dense_experts[feed_forward] for _, feed_forward in self.places]
+            by_block = dict(enumerate(dense_experts))
+            dense = [0 if feed_forward is None else by_block.get(feed_forward, 0) for _, feed_forward in self.places]
         return runs_of(
             [0] * len(self.mixers),
             [self.rotated or mixer != "attention" for mixer in self.mixers],
@@ -104,8 +105,7 @@ def all_blocks(metadata: Record, name: str) -> int:
 
 
 def blocks(metadata: Record, name: str) -> int:
-    """Return the number of layers in a file without those behind the last one, which predict further tokens and are
-    left out."""
+    """Return the number of layers in a file without those behind the last one, which predict further tokens."""
     layers, field = all_blocks(metadata, name), f"{name}.nextn_predict_layers"
     return layers - (metadata.integer(field, 0, layers - 1) if metadata.has(field) else 0)
 
@@ -137,6 +137,9 @@ def gguf_layers(metadata: Record, name: str, rules: GgufArchitecture, inventory:
     rotated, field = rules.rotated, f"{name}.rope.scaling.finetuned"
     if rotated is None:
         rotated = not metadata.has(field) or metadata.boolean(field)
+    if rules.drafts and _has_draft_layer(metadata, name, count, inventory):
+        mixers.append("attention")
+        fields["draft_layers"] = 1
     places = _places(mixers, one_part=rules.one_part)
     return GgufLayers(
         _with_one_number(metadata, f"{name}.{KEY_HEADS}", f"{name}.{NEURONS}"),
@@ -144,6 +147,16 @@ def gguf_layers(metadata: Record, name: str, rules: GgufArchitecture, inventory:
         tuple("none" if mixer is None else mixers[mixer] for mixer, _ in places),
         tuple(places),
         rotated,
+    )
+
+
+def _has_draft_layer(metadata: Record, name: str, layer: int, inventory: Inventory) -> bool:
+    """Return True if this layer, the one behind the last, is a draft layer that shares embedding and output matrix."""
+    of_its_own = ("embed_tokens", "shared_head_head")
+    return (
+        all_blocks(metadata, name) == layer + 1
+        and inventory.has(f"blk.{layer}.nextn.eh_proj.weight")
+        and not any(inventory.has(f"blk.{layer}.nextn.{tensor}.weight") for tensor in of_its_own)
     )
 
 

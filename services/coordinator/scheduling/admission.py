@@ -32,6 +32,7 @@ class Limits:
     offloaded_matrices: tuple[str, ...] = ()
     state_slots: int = 0
     draft_tokens: int = 0
+    draft_layers: int = 0
     model_context_tokens: int = 0  # what a run of this model may have at most; 0: no more than this one has
 
     @classmethod
@@ -46,6 +47,7 @@ class Limits:
             logit_rows=compute.logit_rows,
             state_slots=compute.state_slots,
             draft_tokens=compute.draft_tokens,
+            draft_layers=manifest.model.draft_layers,
             vocabulary=manifest.model.vocabulary,
             end_tokens=frozenset(manifest.end_tokens),
             plan_id=job.plan.id,

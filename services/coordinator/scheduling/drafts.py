@@ -1,9 +1,10 @@
 """Drafted tokens: what a text probably continues with, and how many drafted tokens a step should compute.
 
 Answers often repeat a passage of their text: code is written again with small changes, a question is quoted. A draft is
-what followed the last NGRAM_TOKENS tokens where they occurred before. A decode step computes the newest token and the
-draft at once. A drafted token counts if it is the token that was sampled before it, so the text is the same as without
-drafts. A step of several tokens takes longer, and drafts pay only in some texts and runs: `StepTimes` measures.
+what followed the last NGRAM_TOKENS tokens where they occurred before. Where there is none, the draft layer of a model
+that has one predicts tokens, in the step that computes them. A decode step computes the newest token and the draft at
+once. A drafted token counts if it is the token that was sampled before it, so the text is the same as without drafts. A
+step of several tokens takes longer, and drafts pay only in some texts and runs: `StepTimes` measures.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ MAX_ODD_PLACES = 16
 """After so many places inside of a token a search ends, so that no text can make it slow."""
 ACCEPTANCE_RATE, TIME_RATE = 0.2, 0.2
 """The weights of the newest value in averages."""
-ASSUMED_MS_SHARE = 0.25
-"""What each further token is assumed to add to a step's time before it is measured."""
+ASSUMED_MS_SHARE, ASSUMED_LAYER_MS_SHARE = 0.25, 0.15
+"""What each further token, and its prediction by the draft layer, is assumed to add to a step's time before that is
+measured."""
+ASSUMED_ACCEPTANCE, ASSUMED_TRIALS, COUNTED_TRIALS = 0.8, 4, 32
+"""The acceptance of tokens from the draft layer before any is measured, and as how many tokens that counts. The last
+COUNTED_TRIALS tokens or so are counted."""
 MIN_GAIN = 1.05
 """Drafts must promise this many times the speed of single tokens."""
 RETRY_STEPS = 128
@@ -66,37 +71,68 @@ class Drafter:
         return -1
 
 
-class StepTimes:
-    """Measured times of a run's decode steps for one sequence, by number of tokens."""
+class LayerAcceptance:
+    """The share of the draft layer's tokens that are accepted, 0 to 1, over the last tokens of all texts."""
 
     def __init__(self) -> None:
-        self._ms: dict[int, float] = {}
+        self.assume()
+
+    def assume(self) -> None:
+        """Take the assumed share in place of the measured one."""
+        self._trials = float(ASSUMED_TRIALS)
+        self._accepted = ASSUMED_ACCEPTANCE * ASSUMED_TRIALS
+
+    @property
+    def share(self) -> float:
+        return self._accepted / self._trials
+
+    def measured(self, accepted: int, drafted: int) -> None:
+        """Note how many of a step's tokens from the layer were accepted. Those behind a wrong one tell nothing."""
+        for number in range(min(accepted + 1, drafted)):
+            decay = 1 - 1 / COUNTED_TRIALS
+            self._trials = decay * self._trials + 1
+            self._accepted = decay * self._accepted + (number < accepted)
+
+
+class StepTimes:
+    """Measured times of a run's decode steps for one sequence, by number of drafted tokens, and by where they are from:
+    the text or the draft layer.
+
+    acceptance: the acceptance of the draft layer's tokens
+    """
+
+    def __init__(self) -> None:
+        self._ms: dict[tuple[int, bool], float] = {}
         self._singles = 0  # steps of one token since times were last forgotten
         self._has_begun = False
+        self.acceptance = LayerAcceptance()
 
-    def measured(self, tokens: int, ms: float) -> None:
+    def measured(self, drafted: int, ms: float, *, by_layer: bool = False) -> None:
         """Note a step's time, in milliseconds, from the previous step's tokens to its own. The first step of a run does
         not count: it reads what later ones find in memory."""
         if not self._has_begun:
             self._has_begun = True
             return
-        old_ms = self._ms.get(tokens, ms)
-        self._ms[tokens] = old_ms + TIME_RATE * (min(ms, 2 * old_ms) - old_ms)  # a single delay counts little
-        self._singles += tokens == 1
+        kind = drafted, by_layer
+        old_ms = self._ms.get(kind, ms)
+        self._ms[kind] = old_ms + TIME_RATE * (min(ms, 2 * old_ms) - old_ms)  # a single delay counts little
+        self._singles += drafted == 0
         if self._singles == RETRY_STEPS:
-            self._singles, self._ms = 0, {1: self._ms[1]}
+            self._singles, self._ms = 0, {(0, False): self._ms[0, False]}
+            self.acceptance.assume()
 
-    def best_draft_tokens(self, acceptance: float, max_tokens: int) -> int:
+    def best_draft_tokens(self, acceptance: float, max_tokens: int, *, by_layer: bool = False) -> int:
         """Return the number of drafted tokens with which a step yields most tokens per second; 0: drafts do not pay.
 
         acceptance: the probability that a drafted token is accepted after those before it
         """
-        if (single_ms := self._ms.get(1)) is None or single_ms <= 0:
+        if (single_ms := self._ms.get((0, False))) is None or single_ms <= 0:
             return 0
+        assumed_share = ASSUMED_MS_SHARE + ASSUMED_LAYER_MS_SHARE * by_layer
         best, best_tokens_per_ms, expected_tokens = 0, MIN_GAIN / single_ms, 1.0
         for drafted in range(1, max_tokens + 1):
             expected_tokens += acceptance**drafted
-            ms = self._ms.get(1 + drafted, single_ms * (1 + ASSUMED_MS_SHARE * drafted))
+            ms = self._ms.get((drafted, by_layer), single_ms * (1 + assumed_share * drafted))
             if expected_tokens / ms > best_tokens_per_ms:
                 best, best_tokens_per_ms = drafted, expected_tokens / ms
         return best

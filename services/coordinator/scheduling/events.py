@@ -30,12 +30,13 @@ class RequestReceived:
 class ProcessReady:
     """A service has finished its start or restart.
 
-    numerics, prompt_cache: the fields of its `Hello`
+    numerics, prompt_cache, drafts: the fields of its `Hello`
     """
 
     process: ProcessKey
     numerics: str = ""
     prompt_cache: bool = False
+    drafts: bool = False
 
 
 @frozen
@@ -57,6 +58,7 @@ class StepLeft:
 
     done: False if it abandoned the step
     ratings: the field of `Prefilled`
+    drafted: the tokens that the draft layer predicts in the step, if it does; more may follow
     """
 
     process: ProcessKey
@@ -65,6 +67,7 @@ class StepLeft:
     done: bool
     counters: dict[str, float] = dataclasses.field(default_factory=dict)
     ratings: tuple[Rating, ...] = ()
+    drafted: tuple[int, ...] = ()
 
 
 @frozen

@@ -45,6 +45,7 @@ class WorkerProcess:
     core: int | None
     numerics: str = ""
     prompt_cache: bool = False  # it saves and restores KV slots
+    drafts: bool = False  # it computes the draft layer of a model
     pid: int = 0
     incarnation: int = -1  # of the process that sent Hello; -1: none
     greeted_at: float = -math.inf
@@ -152,7 +153,8 @@ class WorkerProcesses:
     def take(self, process: WorkerProcess, hello: Hello) -> None:
         """Record the incarnation that has sent Hello. It is "starting" until it sends Ready."""
         process.pid, process.core, process.incarnation = hello.pid, hello.core, hello.incarnation
-        process.numerics, process.prompt_cache, process.state = hello.numerics, hello.prompt_cache, "starting"
+        process.numerics, process.prompt_cache, process.drafts = hello.numerics, hello.prompt_cache, hello.drafts
+        process.state = "starting"
         self.credits.announce(process.peer, hello.slots)
 
     def ready(self, process: WorkerProcess) -> None:
@@ -286,6 +288,7 @@ class Workers:
         self.ready: dict[ProcessKey, str] = {}
         self.complete = self.memory_served = False
         self._decoders: Participants = ()
+        self._drafting: set[ProcessKey] = set()
 
     def all_ready(self, retired: frozenset[ProcessKey] = frozenset()) -> bool:
         """Return True if every process of the plan is ready, apart from retired ones."""
@@ -300,8 +303,14 @@ class Workers:
         """The numerics of prompts; None while there is no prefill worker."""
         return self.ready.get(PREFILL)
 
-    def is_ready(self, process: ProcessKey, numerics: str) -> None:
+    @property
+    def can_draft(self) -> bool:
+        """True if the participants of a decode step compute the draft layer of a model that has one."""
+        return self._drafting.issuperset(self._decoders)
+
+    def is_ready(self, process: ProcessKey, numerics: str, *, drafts: bool = False) -> None:
         self.ready[process] = numerics
+        self._drafting = self._drafting | {process} if drafts else self._drafting - {process}
         self.complete |= self.all_ready()
         self._changed()
 

@@ -143,7 +143,7 @@ class Scheduler:
             return None
         if self.workers.decoders() != step.action.processes or not self._has_memory(step.action.message, 1):
             return None
-        if len(sequences) == 1 and (step.drafted or self._builder.draft_tokens(sequences[0])):
+        if len(sequences) == 1 and (step.drafted or self._builder.may_draft(sequences[0])):
             return None  # the next step may have drafted tokens, which depend on this one's token
         rows = self._results.reading_of(step.action.message, step.rows)
         assert isinstance(rows, SampleTokens)
@@ -159,8 +159,8 @@ class Scheduler:
         match event:
             case RequestReceived():
                 return [*self.requests.received(event, now)]
-            case ProcessReady(process, numerics, prompt_cache):
-                self.workers.is_ready(process, numerics)
+            case ProcessReady(process, numerics, prompt_cache, drafts):
+                self.workers.is_ready(process, numerics, drafts=drafts)
                 if process == LOADER:
                     self.requests.prompt_cache.serves = prompt_cache
                 self._dismissed -= {process}  # it has a successor, so it has ended
@@ -183,6 +183,7 @@ class Scheduler:
                     for sequence in step.sequences
                     if sequence.last_message is not None
                 ]
+                self._builder.ended(step)
                 messages = self._tell([*outcomes, *ended], now)
                 self.requests.save_prompt(step)
                 return messages
@@ -276,11 +277,12 @@ class Scheduler:
 
     def _note_time(self, step: OutstandingStep, now: float) -> None:
         """Measure a decode step of one sequence, if its previous step was the last one."""
-        message, tokens = step.action.message, len(step.action.message.tokens)
+        message, drafted = step.action.message, len(step.drafted)
         if isinstance(message, Step) and len(step.sequences) == 1 and not self.throttle.share(now):
             number, at = self._last_decode
             if number == message.step - 1 and message.epoch == self.epoch:
-                self._builder.step_times.measured(tokens, 1000 * (now - at))
+                by_layer = bool(message.draft_tokens)
+                self._builder.step_times.measured(drafted, 1000 * (now - at), by_layer=by_layer)
             self._last_decode = message.step, now
 
     def _hold_grammars(self) -> list[Action]:

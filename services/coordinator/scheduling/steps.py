@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from neuronpipe.plans.plan.document import ACCELERATOR
-from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.protocol.messages.worker import DRAFTED, Prefill, Step
 from neuronpipe.services.coordinator.scheduling.admission import Limits
 from neuronpipe.services.coordinator.scheduling.drafts import StepTimes
 from neuronpipe.services.coordinator.scheduling.events import ProcessKey, SendStep, StepFailed, StepLeft
@@ -28,7 +28,9 @@ class OutstandingStep:
     often it is sent.
 
     sequences: its sequences in the order of the logit rows; empty if all were refused
-    drafted: the drafted tokens of its only sequence, which follow the newest one
+    drafted: the drafted tokens of its only sequence, which follow the newest one. Those that the draft layer predicts
+        are known once all participants are done
+    accepted_tokens: how many of them were accepted
     rows: the sequence of each row of logits that is read
     numerics: numerics of its participants
     death_weight: evidence that the step ends processes; it is dropped when the weight reaches CERTAIN
@@ -46,7 +48,7 @@ class OutstandingStep:
         self._states = states
         self.numerics = numerics
         self.sequences = sequences
-        self.drafted = drafted
+        self.drafted, self.accepted_tokens = drafted, 0
         self.rows = dict(enumerate(sequences * (1 + len(drafted))))
         self._done = False  # every participant was done before the epoch changed
         self._read = False
@@ -82,7 +84,8 @@ class OutstandingStep:
         if isinstance(message, Step):
             message = dataclasses.replace(message, **builder.shares(participants, sequences=len(message.tokens)))
         action = SendStep(participants, message)
-        repeated = OutstandingStep(action, self.sequences, self.numerics, self._states, self.drafted)
+        drafted = self.action.message.tokens[1:] if self.drafted else ()
+        repeated = OutstandingStep(action, self.sequences, self.numerics, self._states, drafted)
         repeated.death_weight = self.death_weight
         return repeated
 
@@ -111,6 +114,8 @@ class OutstandingStep:
         self._busy.discard(event.process)
         self._void |= not event.done
         self._done = self.computed
+        if isinstance(self.action.message, Step) and self.action.message.draft_tokens and event.done:
+            self.drafted = event.drafted[: len(self.drafted)]
         add_cost(self._cost, {**event.counters, "answers": 1.0})
 
     def failed(self, process: ProcessKey) -> None:
@@ -166,6 +171,7 @@ class OutstandingStep:
             return False
         sequence.advance(sequence.computed_tokens, 1, self.numerics, self._state_after(row))
         sequence.accepted_tokens += 1
+        self.accepted_tokens += 1
         return True
 
     def _state_after(self, row: int) -> int:
@@ -184,6 +190,19 @@ class OutstandingStep:
         for sequence in self.sequences:
             if isinstance(sequence, Generation):
                 add_cost(sequence.prefill_cost if isinstance(message, Prefill) else sequence.decode_cost, self._cost)
+
+
+class _Hidden(NamedTuple):
+    """The tokens whose last hidden states the last step has written.
+
+    step: number of the step
+    sequence: its only sequence; None: it had several
+    tokens: number of the sequence's tokens, up to the one before the newest
+    """
+
+    step: int
+    sequence: Sequence | None
+    tokens: int
 
 
 class StepBuilder:
@@ -211,6 +230,7 @@ class StepBuilder:
         self._prefill_turn = True
         self._score_turn = False
         self.step_times = StepTimes()
+        self._hidden = _Hidden(0, None, 0)
         self.steps = self.undrafted_step = 0
 
     def next_step(
@@ -291,6 +311,9 @@ class StepBuilder:
             state_to=state_to,
             snapshot_tokens=tuple(snapshots),
             snapshot_slots=tuple(snapshots.values()),
+            draft_tokens=tuple(
+                sequence.tokens[first + 1 : first + 1 + len(chunk)] if self._has_layer(sequence) else ()
+            ),
         )
         return OutstandingStep(SendStep((PREFILL,), message), [sequence], numerics, self._states)
 
@@ -324,7 +347,7 @@ class StepBuilder:
         self, batch: list[Sequence], epoch: int, participants: Participants, read: Iterable[int]
     ) -> OutstandingStep:
         self.steps += 1
-        drafted, first = self._drafted(batch), batch[0]
+        (drafted, read_by_layer), first = self._drafted(batch), batch[0]
         states = self.states([(sequence.slot, sequence.state) for sequence in batch])
         if drafted and states:
             targets = self._states.draft_targets(first.slot, first.state, read)
@@ -342,27 +365,57 @@ class StepBuilder:
                 *range(first.computed_tokens + 1, first.computed_tokens + 1 + len(drafted)),
             ),
             tokens=(*(sequence.next_token for sequence in batch), *drafted),
+            draft_tokens=read_by_layer if drafted else (),
             **states,
         )
         numerics = self._workers.numerics_of(participants)
         return OutstandingStep(SendStep(participants, message), batch, numerics, self._states, drafted)
 
-    def _drafted(self, batch: list[Sequence]) -> tuple[int, ...]:
-        """Return the drafted tokens of the next decode step."""
+    def _drafted(self, batch: list[Sequence]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the drafted tokens of the next decode step, and what the draft layer reads if it predicts them."""
         (sequence, *others) = batch
         if others or not isinstance(sequence, Generation) or sequence.drafter is None or sequence.isolated:
-            return ()
+            return (), ()
         if self.steps == self.undrafted_step:
-            return ()
-        return sequence.drafter.draft(self.draft_tokens(sequence))
+            return (), ()
+        if drafted := sequence.drafter.draft(self._text_draft_tokens(sequence)):
+            return drafted, ()
+        if self._hidden.sequence is not sequence or self._hidden.step != self.steps - 1:
+            return (), ()
+        predicted = (DRAFTED,) * self._layer_draft_tokens(sequence)
+        return predicted, tuple(sequence.tokens[-self._hidden.tokens :])
 
-    def draft_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens to draft for the next step of a sequence that is alone; 0 if drafts do not pay."""
+    def may_draft(self, sequence: Sequence) -> bool:
+        """Return True if the next step of a sequence that is alone may have drafted tokens."""
+        return self._text_draft_tokens(sequence) > 0 or self._layer_draft_tokens(sequence) > 0
+
+    def ended(self, step: OutstandingStep) -> None:
+        """Note what a step that generates tokens tells about drafts, once its tokens have been processed."""
+        message = step.action.message
+        if isinstance(message, Step) and message.draft_tokens:
+            self.step_times.acceptance.measured(step.accepted_tokens, len(step.drafted))
+        alone = step.sequences[0] if len(step.sequences) == 1 else None
+        self._hidden = _Hidden(message.step, alone, 1 + step.accepted_tokens)
+
+    def _text_draft_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens to draft from a text; 0 if that does not pay."""
         if not isinstance(sequence, Generation) or sequence.drafter is None:
             return 0
-        room_tokens = sequence.max_total_tokens - len(sequence.tokens) - 1
-        max_tokens = min(self._limits.draft_tokens, room_tokens)
-        return self.step_times.best_draft_tokens(sequence.drafter.acceptance, max_tokens)
+        return self.step_times.best_draft_tokens(sequence.drafter.acceptance, self._max_drafted(sequence))
+
+    def _layer_draft_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens the draft layer is to predict; 0 if that does not pay."""
+        if not isinstance(sequence, Generation) or not self._has_layer(sequence) or not self._workers.can_draft:
+            return 0
+        acceptance = self.step_times.acceptance.share
+        return self.step_times.best_draft_tokens(acceptance, self._max_drafted(sequence), by_layer=True)
+
+    def _has_layer(self, sequence: Sequence) -> bool:
+        """Return True if a draft layer may predict tokens of a sequence."""
+        return self._limits.draft_layers > 0 and isinstance(sequence, Generation) and sequence.drafter is not None
+
+    def _max_drafted(self, sequence: Generation) -> int:
+        return min(self._limits.draft_tokens, sequence.max_total_tokens - len(sequence.tokens) - 1)
 
     def states(self, sequences: list[tuple[int, int]]) -> dict[str, Any]:
         """Return `states_from` and `states_to` of a decode step without drafted tokens.
