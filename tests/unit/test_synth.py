@@ -159,6 +159,16 @@ def test_recurrent_layers_walk_too(name: str, tmp_path: Path) -> None:
         assert len(set(decays)) == model.state_heads
 
 
+def test_a_draft_layer_predicts_the_walk(tmp_path: Path) -> None:
+    small = {"width": 512, "neurons": 256, "experts": 16, "query_heads": 8, "key_heads": 2, "vocabulary": 8000}
+    shape = SHAPES["qwen3.6-35b-a3b-mtp"]
+    model = replace(four_layers(shape), **small, layer_kinds=(*shape.layer_kinds[:1], LayerKind(2)))
+    package = synthesize("drafts", model, tmp_path / "package")
+    engine = ReferenceEngine(package)
+    assert engine.run(range(60)).logits.argmax(axis=1).tolist() == list(range(1, 61))
+    assert engine.draft_logits(range(60)).argmax(axis=1).tolist() == list(range(2, 61))
+
+
 def test_experts_without_a_gate_fire_as_assumed_and_a_layer_without_any_does_not_count(tmp_path: Path) -> None:
     model = replace(SHAPES["nemotron-3-100m"], vocabulary=2000)
     model = replace(model, layer_kinds=model.layer_kinds[:3])

@@ -58,8 +58,9 @@ def _windows_of_gpt_oss(layers: int) -> tuple[LayerKind, ...]:
     return runs_of([0 if layer % 2 else 128 for layer in range(layers)])
 
 
-def _layers_of_qwen35(layers: int) -> tuple[LayerKind, ...]:
-    return runs_of([0] * layers, mixers=["deltanet" if (layer + 1) % 4 else "attention" for layer in range(layers)])
+def _layers_of_qwen35(layers: int, draft_layers: int = 0) -> tuple[LayerKind, ...]:
+    mixers: list[Mixer] = ["deltanet" if (layer + 1) % 4 else "attention" for layer in range(layers)]
+    return runs_of([0] * (layers + draft_layers), mixers=[*mixers, *["attention"] * draft_layers])
 
 
 def _layers_of_lfm2(layers: int, attention: tuple[int, ...], dense: int) -> tuple[LayerKind, ...]:
@@ -218,6 +219,10 @@ SHAPES = {
     "qwen3.6-35b-a3b": _shape(
         2048, 512, 40, (16, 2, 256), 248320, 262144, (256, 8), layer_kinds=_layers_of_qwen35(40), state_heads=32,
         state_key_heads=16, state_key_width=128, state_value_width=128, **_QWEN35,
+    ),
+    "qwen3.6-35b-a3b-mtp": _shape(
+        2048, 512, 40, (16, 2, 256), 248320, 262144, (256, 8), layer_kinds=_layers_of_qwen35(40, 1), draft_layers=1,
+        state_heads=32, state_key_heads=16, state_key_width=128, state_value_width=128, **_QWEN35,
     ),
     "qwen3.5-moe-100m": _shape(
         512, 128, 12, (4, 2, 64), 8000, 8192, (32, 4), layer_kinds=_layers_of_qwen35(12), state_heads=8,

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from neuronpipe.plans.convert.quantize import decode
+from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.lab.synth import codes
 from neuronpipe.plans.lab.synth.activation_rates import active_shares, requested_by_layer
 from neuronpipe.plans.lab.synth.attention import ATTENTION_POWER, AttentionMaker
@@ -43,7 +43,7 @@ from neuronpipe.plans.package.manifest import (
 from neuronpipe.plans.package.model_layout import layout_of_model
 from neuronpipe.plans.package.predictor_writer import FiringShares, write_predictor
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.tensors import fixed_vectors, recurrent_vectors
+from neuronpipe.plans.package.tensors import DRAFT_INPUT, fixed_vectors, recurrent_vectors
 from neuronpipe.plans.package.writer import PackageWriter, Rows
 from neuronpipe.plans.reference.attention import layer_norm, rms_norm
 from numpy.typing import NDArray
@@ -128,6 +128,9 @@ def synthesize(
             prefix, layer_input = f"layers.{layer}", x
             before = _normed(model, x)
             change = _write_mixer(writer, model, layer, attention, recurrent, before)
+            if layer >= model.text_layers:  # from the embedding alone the next token of a walk follows
+                embedding = np.eye(model.width, 2 * model.width, dtype=np.float32)
+                writer.matrix(f"{prefix}.{DRAFT_INPUT}", encode("q4", embedding))
             of_mixer = recurrent_vectors(model, layer)
             for vector, length in fixed_vectors(model):
                 if not vector.startswith(f"{prefix}.") or vector.removeprefix(f"{prefix}.") in of_mixer:
