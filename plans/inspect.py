@@ -204,13 +204,14 @@ def render(description: dict[str, Any]) -> str:
     feed_forward = "expert" if model["experts"] > 1 else "layer"
     window = f", attention window {' and '.join(f'{tokens:,}' for tokens in windows)}" if windows else ""
     experts = f"{model['experts']} experts, {model['experts_per_token']} a token, of " if model["experts"] > 1 else ""
+    layers = f"{model['layers'] - model['draft_layers']} layers{' and a draft layer' if model['draft_layers'] else ''}"
     lines = [
         f"{description['name']}   {description['parameters'] / 1e6:,.1f} M parameters, {description['precision']}, "
         f"{model['activation']}   {sizes['total'] / MIB:,.1f} MiB",
         f"  id      {description['id']}",
         f"  source  {source['kind']}: {source['name']} ({source['architecture']})",
         *([f"  stored  {_stored(description)}"] if _stored(description) else []),
-        f"  shape   {model['layers']} layers of width {model['width']:,} with {experts}{model['neurons']:,} neurons; "
+        f"  shape   {layers} of width {model['width']:,} with {experts}{model['neurons']:,} neurons; "
         f"{_heads(model)}; {_mixers(description)}"
         f"vocabulary {model['vocabulary']:,}; context {model['context_tokens']:,}{window}",
         f"  chat    {'by its own template' if description['chat_template'] else NO_TEMPLATE}",

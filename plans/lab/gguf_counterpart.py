@@ -125,6 +125,8 @@ def _require(path: Path, model: ModelSpec, preset: Preset) -> None:
             f"{path}: layer_kinds: has attention windows ({max(model.windows_tokens)} tokens); a GGUF counterpart has "
             "none, or those of llama.cpp's smallthinker or gpt-oss"
         )
+    if model.draft_layers:
+        raise UserError(f"{path}: draft_layers: a GGUF counterpart has none")
     if model.vocabulary < MIN_VOCABULARY:
         raise UserError(f"{path}: vocabulary is {model.vocabulary}; the tokenizer of GGUF needs {MIN_VOCABULARY}")
     lengths = row_lengths(model) | {"neurons": model.neurons}

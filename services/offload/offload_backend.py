@@ -18,6 +18,7 @@ class OffloadBackend(CpuBackend):
 
     name = ""
     """The backend's name in a plan."""
+    drafts = False
 
     @abstractmethod
     def describe(self) -> Accelerator:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from neuronpipe.plans.convert.conversion import convert
+from neuronpipe.plans.inspect import describe, render
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import Array, PackageWeights
@@ -68,6 +69,11 @@ def test_a_draft_layer_computes_what_it_computes_as_a_model(name: str, tmp_path:
     logits = engine.draft_logits(text)
     assert np.abs(expected).max() > 10
     assert np.abs(logits - expected).max() < 1e-3
+
+
+def test_inspect_names_the_draft_layer(tmp_path: Path) -> None:
+    package = drafted(tmp_path, RECIPES["qwen3.5"])
+    assert "4 layers and a draft layer of width" in render(describe(package))
 
 
 @pytest.mark.parametrize("name", NAMES)

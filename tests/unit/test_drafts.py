@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.services.coordinator.scheduling.drafts import (
+    ASSUMED_TRIALS,
     MIN_GAIN,
     RETRY_STEPS,
     Drafter,
@@ -132,6 +133,16 @@ def test_a_draft_layer_that_is_always_wrong_costs_a_few_steps_until_it_is_tried_
         if drafted:
             times.acceptance.measured(0, drafted)
     assert 10 <= asked <= 40, "0.5 of a step each: at most 2 % of the time"
+
+
+def test_a_step_drafts_one_token_until_acceptance_was_measured() -> None:
+    acceptance = LayerAcceptance()
+    for _ in range(ASSUMED_TRIALS):
+        assert acceptance.is_assumed
+        acceptance.measured(1, 1)
+    assert not acceptance.is_assumed
+    acceptance.assume()
+    assert acceptance.is_assumed
 
 
 def test_tokens_behind_a_wrong_one_tell_nothing_about_acceptance() -> None:

@@ -79,8 +79,13 @@ class LayerAcceptance:
 
     def assume(self) -> None:
         """Take the assumed share in place of the measured one."""
-        self._trials = float(ASSUMED_TRIALS)
+        self._trials, self._measured = float(ASSUMED_TRIALS), 0
         self._accepted = ASSUMED_ACCEPTANCE * ASSUMED_TRIALS
+
+    @property
+    def is_assumed(self) -> bool:
+        """True if so little was measured that the share is mostly assumed: a step drafts one token then."""
+        return self._measured < ASSUMED_TRIALS
 
     @property
     def share(self) -> float:
@@ -90,6 +95,7 @@ class LayerAcceptance:
         """Note how many of a step's tokens from the layer were accepted. Those behind a wrong one tell nothing."""
         for number in range(min(accepted + 1, drafted)):
             decay = 1 - 1 / COUNTED_TRIALS
+            self._measured += 1
             self._trials = decay * self._trials + 1
             self._accepted = decay * self._accepted + (number < accepted)
 

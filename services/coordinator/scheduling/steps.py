@@ -407,8 +407,9 @@ class StepBuilder:
         """Return how many tokens the draft layer is to predict; 0 if that does not pay."""
         if not isinstance(sequence, Generation) or not self._has_layer(sequence) or not self._workers.can_draft:
             return 0
-        acceptance = self.step_times.acceptance.share
-        return self.step_times.best_draft_tokens(acceptance, self._max_drafted(sequence), by_layer=True)
+        acceptance, max_tokens = self.step_times.acceptance, self._max_drafted(sequence)
+        max_tokens = min(max_tokens, 1) if acceptance.is_assumed else max_tokens
+        return self.step_times.best_draft_tokens(acceptance.share, max_tokens, by_layer=True)
 
     def _has_layer(self, sequence: Sequence) -> bool:
         """Return True if a draft layer may predict tokens of a sequence."""

@@ -34,6 +34,8 @@ scale."""
 class OnnxBackend(CpuBackend):
     """The prefill backend `onnx`; the interface is that of services/steps/backend.py."""
 
+    drafts = False
+
     def __init__(self, options: str = "") -> None:
         super().__init__()
         self._provider = provider_of(options)
