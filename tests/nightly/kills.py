@@ -5,6 +5,7 @@ python tests/nightly/kills.py [--kills N] [--seed N] [LOAD...]
 LOAD: `text`: two clients want one text of the demo model over and over
       `prompts`: they want texts of prompts with common beginnings, more than there are KV slots
       `recurrent`: the same of a mixture with recurrent layers
+      `drafts`: the same of one that has a draft layer besides
       default: all of them
 """
 
@@ -38,7 +39,12 @@ class Load(NamedTuple):
     shape: str = ""
 
 
-LOADS = {"text": Load(OneText), "prompts": Load(SharedPrompts), "recurrent": Load(SharedPrompts, "qwen3.5-moe-100m")}
+LOADS = {
+    "text": Load(OneText),
+    "prompts": Load(SharedPrompts),
+    "recurrent": Load(SharedPrompts, "qwen3.5-moe-100m"),
+    "drafts": Load(SharedPrompts, "qwen3.5-moe-mtp-100m"),
+}
 
 
 def synthesized(shell: Shell, shape: str) -> Path:

@@ -228,6 +228,10 @@ SHAPES = {
         512, 128, 12, (4, 2, 64), 8000, 8192, (32, 4), layer_kinds=_layers_of_qwen35(12), state_heads=8,
         state_key_heads=4, state_key_width=64, state_value_width=64, **_QWEN35,
     ),
+    "qwen3.5-moe-mtp-100m": _shape(
+        512, 128, 12, (4, 2, 64), 8000, 8192, (32, 4), layer_kinds=_layers_of_qwen35(12, 1), draft_layers=1,
+        state_heads=8, state_key_heads=4, state_key_width=64, state_value_width=64, **_QWEN35,
+    ),
     # The model's output is its embedding; here it is a matrix of its own.
     "lfm2-8b-a1b": _shape(
         2048, 1792, 24, (32, 8, 64), 65536, 128000, (32, 4),
