@@ -56,7 +56,7 @@ class View:
 
     slots, entries: a buffer for each part
     changes: None unless the model norms outputs
-    last_hidden, drafted: empty unless the model has a draft layer
+    last_hidden, drafted: None or empty unless the model has a draft layer
     states: None unless layers are recurrent
     ranks, predicted: None in exact mode
     activity: None unless neurons are recorded
@@ -74,8 +74,6 @@ class View:
     predicted: Any
     claims: Any
     logits: Any
-    last_hidden: Any
-    drafted: Any
     kv: Any
     states: Any
     slots: tuple[Any, Any]
@@ -91,6 +89,8 @@ class View:
     reuse: Any = None  # np_reuse
     inputs: Any = None  # with external matrix products
     outputs: Any = None  # with external matrix products, or with offloaded matrices
+    last_hidden: Any = None
+    drafted: Any = None
     embedding_rows: EmbeddingRows | None = None  # None: the embedding is in memory
 
 

@@ -36,8 +36,8 @@ class Undecided(CoordinatorService):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         builder = self._scheduler._builder
-        builder.draft_tokens = lambda sequence: 0
-        builder._drafted = lambda batch: batch[0].drafter.draft(3) if batch[0].drafter else ()
+        builder.may_draft = lambda sequence: False
+        builder._drafted = lambda batch: (batch[0].drafter.draft(3) if batch[0].drafter else (), ())
 
 
 class ByMessages(DecodeService):
