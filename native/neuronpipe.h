@@ -758,9 +758,9 @@ typedef struct {
     const float *choosing_bias;                     /* [routed_experts], added to scores when experts are chosen; NULL: none */
     const float *shared_gate;                       /* [width]: outputs of experts that compute every token are multiplied by the sigmoid of its product
                                                      * with the router's input; NULL: they are not */
-    np_matrix draft_input;                          /* of the draft layer, [width, 2*width]: of the next token's normed embedding, then of the normed result of
-                                                     * hidden state of the token before, which output_norm has normed */
-    np_norm draft_embedding_norm, draft_hidden_norm, draft_output_norm; /* of the draft layer: of these two, and of what the output matrix reads */
+    np_matrix draft_input;                          /* of the draft layer, [width, 2*width]: the columns of a token's normed embedding, then those of the normed
+                                                     * last hidden state of the token before it */
+    np_norm draft_embedding_norm, draft_hidden_norm, draft_output_norm; /* of the draft layer: norms of these two, and of the output matrix's input */
     const float *sinks;                             /* [query_heads] scores that join each softmax and whose shares are dropped; NULL: none */
     const np_predictor *predictors;                 /* [experts], with shape.predictor_rank > 0 */
     int32_t rotary;                                 /* 0: heads are not rotated in this layer, even with shape.rotary */
@@ -886,9 +886,9 @@ typedef struct {
                                              * those with other slots go on from the slot before. NULL if no layer is recurrent */
     uint32_t logits_first, logits_count;
     const np_token_scores *token_scores; /* or NULL */
-    /* With a draft layer: the tokens that it reads, [draft_count]. If the last items of `tokens` are NP_DRAFTED, the layer drafts these before
-     * the others compute them: draft_tokens are the last ones of the only sequence up to tokens[0], and token n reads row n of last_hidden.
-     * Otherwise draft_tokens follow the step's first tokens, whose keys and values the layer computes after the others. */
+    /* The tokens that the draft layer reads, [draft_count]; 0: none. If the last items of `tokens` are NP_DRAFTED, the layer predicts them
+     * first. draft_tokens are then the last ones of the only sequence, up to tokens[0]; for number n the layer reads row n of last_hidden.
+     * Otherwise draft_tokens[n] follows tokens[n], and the layer computes its keys and values of these tokens after the other layers. */
     uint32_t draft_count;
     const int32_t *draft_tokens;
 } np_step;

@@ -7,9 +7,9 @@
 uint32_t np_drafted_tokens(const np_step *step);
 /* True if the step's draft_count and draft_tokens fit it and this engine, and its drafted tokens are those of one sequence. */
 int np_may_draft(const np_engine *engine, const np_step *step);
-/* Before the text's layers: draft the step's last tokens, and make them tokens of the step. */
+/* Draft the step's last tokens before the other layers, and make them tokens of the step. */
 int np_draft_tokens(np_engine *engine, const np_step *step);
-/* Behind the text's layers and the logits: compute the draft layer's keys and values of the step's first tokens. Changes the
+/* Compute the draft layer's keys and values of the step's first tokens, after the other layers and the logits. Changes the
  * residual stream. */
 int np_draft_behind(np_engine *engine, const np_step *step);
 

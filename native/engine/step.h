@@ -12,7 +12,7 @@ int np_end_step(np_engine *engine, int result);
 typedef int np_stage(np_engine *engine, uint32_t layer);
 enum { NP_STAGES = 3 };
 np_stage *np_layer_stage(const np_engine *engine, uint32_t number);
-/* All of a layer. */
+/* Compute all stages of a layer. */
 int np_compute_layer(np_engine *engine, uint32_t layer);
 
 #endif
