@@ -60,7 +60,8 @@ def _windows_of_gpt_oss(layers: int) -> tuple[LayerKind, ...]:
 
 def _layers_of_qwen35(layers: int, draft_layers: int = 0) -> tuple[LayerKind, ...]:
     mixers: list[Mixer] = ["deltanet" if (layer + 1) % 4 else "attention" for layer in range(layers)]
-    return runs_of([0] * (layers + draft_layers), mixers=[*mixers, *["attention"] * draft_layers])
+    mixers += ["attention"] * draft_layers
+    return runs_of([0] * len(mixers), mixers=mixers)
 
 
 def _layers_of_lfm2(layers: int, attention: tuple[int, ...], dense: int) -> tuple[LayerKind, ...]:
