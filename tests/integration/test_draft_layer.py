@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from neuronpipe.protocol.messages.client import Token
 
 from tests.conformance.checkpoints import RECIPES, write_checkpoint
 from tests.conformance.draft_tensors import draft_tensors, foreseeing
+from tests.integration.test_drafts import killed
 from tests.pipeline import Run, Shell, eventually
 
 PROMPT = "the rain in spain stays"
@@ -66,7 +65,6 @@ def test_a_killed_worker_changes_no_token_of_a_draft_layer(run: tuple[str, Run])
 
     def kill_now_and_then(token: Token) -> None:
         if token.index in (30, 60):
-            assert eventually(lambda: live.has("decode"))
-            os.kill(live.pid("decode"), signal.SIGKILL)
+            assert eventually(lambda: killed(live))
 
     assert live.ask(PROMPT, 90, seen=kill_now_and_then, ignore_end=True)["token_ids"] == expected
