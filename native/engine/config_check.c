@@ -331,8 +331,10 @@ static const char *invalid_draft(const np_shape *s, const np_fixed *fixed, const
 {
     if (!s->draft_layers)
         return NULL;
-    const np_layer *l = s->draft_layers < s->layers ? &fixed->layers[np_text_layers(s)] : NULL;
-    FIRST_ERROR({"draft_layers", l && l->mixer == NP_MIXER_ATTENTION && l->experts && s->rotary && !s->latent_width},
+    if (s->draft_layers >= s->layers)
+        return "draft_layers";
+    const np_layer *l = &fixed->layers[np_text_layers(s)];
+    FIRST_ERROR({"draft_layers", l->mixer == NP_MIXER_ATTENTION && l->experts && s->rotary && !s->latent_width},
                 {"heads_width", s->heads_width >= 2 * (uint64_t)s->width},
                 {"draft_input", l->draft_input.quants && fits_attention(s, &l->draft_input, 2 * (size_t)s->width)},
                 {"draft_embedding_norm", l->draft_embedding_norm.weight != NULL}, {"draft_hidden_norm", l->draft_hidden_norm.weight != NULL},

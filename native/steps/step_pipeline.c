@@ -137,7 +137,7 @@ static int are_valid(const np_step_pipeline *pipeline, uint64_t channels, const 
     if (!channels || (l->count < MAX_CHANNELS && channels >> l->count))
         return 0;
     for (int n = 0; n < __builtin_popcountll(channels); n++)
-        if (!steps[n].count || steps[n].count > l->tokens || steps[n].draft_count > l->tokens || steps[n].count != steps[0].count || steps[n].epoch != steps[0].epoch)
+        if (!steps[n].count || steps[n].count > l->tokens || steps[n].draft_count > l->tokens || steps[n].count != steps[0].count || steps[n].draft_count != steps[0].draft_count || steps[n].epoch != steps[0].epoch)
             return 0;
     return 1;
 }

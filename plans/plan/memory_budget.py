@@ -236,6 +236,7 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
         model.heads_width if model.latent_width else 0,
         model.state_values_width,
         model.state_rank,
+        2 * model.width if model.draft_layers else 0,
     )
     token_bytes = 2 * 4 * max_width + (4 * model.width if model.branch_norms else 0)
     state_rows = (3 if model.state_rank else 2) * model.state_key_width + 2

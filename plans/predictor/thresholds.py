@@ -37,7 +37,7 @@ def set_thresholds(
     """
     require_silu(package)
     package.verify_fixed()
-    model, layers = package.manifest.model, package.manifest.model.layers
+    model, layers = package.manifest.model, package.manifest.model.text_layers
     calibration_tokens = texts.calibration_tokens
     held_out_tokens = sum(map(len, texts.held_out))
     total_tokens = calibration_tokens + held_out_tokens
@@ -90,7 +90,7 @@ def set_thresholds(
         package,
         Silent(
             share=share,
-            by_layer=tuple(map(SilentLayer, thresholds, shares)),
+            by_layer=(*map(SilentLayer, thresholds, shares), *[SilentLayer(0.0, 0.0)] * model.draft_layers),
             text=text,
             calibration_tokens=calibration_tokens,
             held_out_tokens=held_out_tokens,

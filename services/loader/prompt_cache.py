@@ -90,7 +90,10 @@ class PromptCache:
         if not folder.prepare():
             return None
         mapping = memory.mappings["kv"]
-        regions, engine = SlotRegions.of(mapping.layout, job.package.manifest.model.cached_vectors), engine_id()
+        model = job.package.manifest.model
+        # Those of the draft layer depend on later tokens, and no text needs them.
+        kept_vectors = model.cached_vectors[: model.text_layers]
+        regions, engine = SlotRegions.of(mapping.layout, kept_vectors), engine_id()
 
         def origin(numerics: str) -> Origin:
             return Origin(

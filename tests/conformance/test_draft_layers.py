@@ -10,6 +10,8 @@ import pytest
 from neuronpipe.plans.convert.conversion import convert
 from neuronpipe.plans.inspect import describe, render
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.predictor.calibration_texts import Texts
+from neuronpipe.plans.predictor.thresholds import set_thresholds
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import Array, PackageWeights
 from neuronpipe.protocol.errors import UserError
@@ -69,6 +71,14 @@ def test_a_draft_layer_computes_what_it_computes_as_a_model(name: str, tmp_path:
     logits = engine.draft_logits(text)
     assert np.abs(expected).max() > 10
     assert np.abs(logits - expected).max() < 1e-3
+
+
+def test_thresholds_leave_the_draft_layer_out(tmp_path: Path) -> None:
+    package = drafted(tmp_path, RECIPES["qwen3.5"])
+    text = tokens(RECIPES["qwen3.5"])
+    silent = set_thresholds(package, Texts([text], [text[::-1]]), share=0.5, text="t").manifest.silent
+    assert silent is not None
+    assert [layer.threshold > 0 for layer in silent.by_layer] == [True] * 4 + [False]
 
 
 def test_inspect_names_the_draft_layer(tmp_path: Path) -> None:

@@ -173,6 +173,11 @@ static void test_refusals(void) {
     step.draft_tokens = read;
     CHECK(np_engine_step(engine, &step) == NP_OK, "the step that the others differ from");
     np_engine_destroy(engine);
+    np_shape lone = shape;
+    lone.layers = lone.draft_layers;
+    const np_layer layer = {.experts = 1};
+    const np_fixed fixed = {.layers = &layer};
+    CHECK(np_engine_create(&lone, &fixed, &(np_shared){0}, &config, &wrong) == NULL && wrong, "a draft layer alone");
     CHECK(made(s, 0, NULL, &wrong) == NULL && wrong && !strcmp(wrong, "draft_input"), "a draft layer without its matrix: %s", wrong ? wrong : "none");
     free(s);
 }
