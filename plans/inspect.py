@@ -191,6 +191,7 @@ def _mixers(description: dict[str, Any]) -> str:
     counts: Counter[str] = Counter()
     for kind in description["model"]["layer_kinds"]:
         counts[kind["mixer"]] += kind["layers"]
+    counts["attention"] -= description["model"]["draft_layers"]
     if not description["state_bytes"]:
         return ""
     layers = ", ".join(f"{counts[mixer]} layers with {name}" for mixer, name in names.items() if counts[mixer])

@@ -17,7 +17,7 @@
 #include "engine/vectors.h"
 #include "engine/work.h"
 
-/* The hidden states that the layer reads, [count][width], and their norm unless they are normed. */
+/* The hidden states that the layer reads, [count][width]. norm: still to be applied; NULL: none. */
 typedef struct {
     const float *states;
     const np_norm *norm;
@@ -31,7 +31,7 @@ uint32_t np_drafted_tokens(const np_step *step)
     return drafted;
 }
 
-int np_may_draft(const np_engine *engine, const np_step *step)
+int np_drafts_fit(const np_engine *engine, const np_step *step)
 {
     const np_shape *s = &engine->shape;
     const uint32_t drafted = np_drafted_tokens(step);
@@ -43,7 +43,7 @@ int np_may_draft(const np_engine *engine, const np_step *step)
         if (!np_is_token(s, step->draft_tokens[t]))
             return 0;
     for (uint32_t t = 1; drafted && t < step->count; t++)
-        if (step->sequences[t] != step->sequences[0] || step->positions[t] != step->positions[0] + (int32_t)t)
+        if (step->sequences[t] != step->sequences[0] || step->positions[t] != (int64_t)step->positions[0] + t)
             return 0;
     return !drafted || step->positions[0] >= (int32_t)step->draft_count;
 }
@@ -116,7 +116,7 @@ static int predict(np_engine *engine)
         return done;
     np_greatest(engine->shared.logits, s->vocabulary, 1, &token);
     /* Nobody claims now: the pieces of this layer and of the logits may be claimed again behind the next barrier. */
-    np_claim_logits_again(engine);
+    np_reset_logits_claims(engine);
     for (uint32_t work = 0; work < NP_WORKS && !engine->participant; work++)
         __atomic_store_n(&engine->shared.claims[layer * NP_WORKS + work], 0, __ATOMIC_RELAXED);
     return np_is_token(s, token) ? token : 0;
@@ -129,19 +129,16 @@ int np_draft_tokens(np_engine *engine, const np_step *step)
     const uint32_t drafted = np_drafted_tokens(step), first = step->count - drafted;
     const np_norm *own_norm = &engine->fixed.layers[np_text_layers(s)].draft_output_norm;
     np_draft_source source = {engine->shared.last_hidden, NULL};
-    int32_t tokens[1], done = 0;
     take_tokens(engine, step, step->draft_tokens, step->draft_count, step->positions[0] - (int32_t)step->draft_count);
-    for (uint32_t n = 0; n < drafted && done >= 0; n++) {
-        done = compute_draft_layer(engine, source);
+    for (uint32_t n = 0; n < drafted; n++) {
+        int done = compute_draft_layer(engine, source);
         done = done < 0 ? done : predict(engine);
         if (done < 0)
-            break;
-        engine->drafted[n] = tokens[0] = done;
+            return done;
+        engine->drafted[n] = done;
         source = (np_draft_source){engine->shared.residual + (size_t)(engine->count - 1) * s->width, own_norm};
-        take_tokens(engine, step, tokens, 1, step->positions[0] + (int32_t)n);
+        take_tokens(engine, step, engine->drafted + n, 1, step->positions[0] + (int32_t)n);
     }
-    if (done < 0)
-        return done;
     engine->count = step->count;
     memcpy(engine->sequence, step->sequences, step->count * sizeof *step->sequences);
     memcpy(engine->position, step->positions, step->count * sizeof *step->positions);
@@ -158,7 +155,7 @@ int np_draft_tokens(np_engine *engine, const np_step *step)
     return NP_OK;
 }
 
-int np_draft_behind(np_engine *engine, const np_step *step)
+int np_fill_draft_cache(np_engine *engine, const np_step *step)
 {
     engine->count = step->draft_count;
     memcpy(engine->token, step->draft_tokens, step->draft_count * sizeof *step->draft_tokens);

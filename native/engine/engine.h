@@ -86,11 +86,12 @@ struct np_engine {
     /* the step */
     uint64_t step, started;               /* its number; np_clock_ns at its begin */
     uint64_t counted_step;                /* the last step that was counted in np_reuse */
+    int is_counted;                       /* 1: the step has one token, so its uses of clusters are counted */
     uint32_t reuse_inverse;               /* of np_reuse.stride, modulo 2^32 */
     uint32_t epoch, count;
     uint32_t logits_first, logits_count;
     const np_norm *logits_norm;           /* of what the output matrix reads */
-    uint32_t end_layer;                   /* the layer behind those that are computed now */
+    uint32_t end_layer;                   /* computation stops before this layer */
     const np_token_scores *token_scores;
     uint32_t participants, participant;
     np_range blocks;                      /* the blocks that this participant computes */

@@ -83,7 +83,7 @@ int np_compute_logits(np_engine *engine)
     return np_meet(engine);
 }
 
-void np_claim_logits_again(np_engine *engine)
+void np_reset_logits_claims(np_engine *engine)
 {
     if (!engine->participant)
         __atomic_store_n(&engine->shared.claims[engine->shape.layers * NP_WORKS], 0, __ATOMIC_RELAXED);
@@ -113,7 +113,7 @@ int np_score_tokens(np_engine *engine)
         const int done = np_compute_logits(engine);
         if (done < 0)
             return done;
-        np_claim_logits_again(engine);
+        np_reset_logits_claims(engine);
         for (uint32_t row = engine->participant; row < engine->logits_count; row += engine->participants)
             score(engine, row, first + row);
         const int met = np_meet(engine);

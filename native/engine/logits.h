@@ -10,9 +10,9 @@ int np_embed_token(np_engine *engine, int32_t token, float *out);
 void np_begin_logits(np_engine *engine);
 /* Prepare these inputs, and compute the logits that the step asks for. */
 int np_compute_logits(np_engine *engine);
-/* Let other logits be computed in the same step. Between the barrier behind the last ones and another barrier: no
- * participant claims pieces of logits then. */
-void np_claim_logits_again(np_engine *engine);
+/* Reset the claims of logits, so that others can be computed in the same step. Between the barrier after the last ones and
+ * another barrier: no participant claims pieces of logits then. */
+void np_reset_logits_claims(np_engine *engine);
 /* Compute the log-probabilities that the step's token_scores asks for, some tokens at a time. */
 int np_score_tokens(np_engine *engine);
 

@@ -23,7 +23,7 @@ uint32_t np_odd_inverse(uint32_t odd)
 
 void np_count_step(np_engine *engine)
 {
-    if (!engine->shared.reuse.gaps || engine->count > 1 || engine->participant || engine->step == engine->counted_step)
+    if (!engine->shared.reuse.gaps || !engine->is_counted || engine->participant || engine->step == engine->counted_step)
         return;
     engine->counted_step = engine->step;
     __atomic_fetch_add(engine->shared.reuse.steps, 1, __ATOMIC_RELAXED);
@@ -34,7 +34,7 @@ void np_count_sampled(np_engine *engine, int part, uint32_t number)
     const np_reuse *reuse = &engine->shared.reuse;
     const uint32_t now = (uint32_t)engine->step + 1;
     const uint32_t before = __atomic_exchange_n(&reuse->last_uses[(size_t)part * reuse->sampled + number], now, __ATOMIC_RELAXED);
-    if (before == now || engine->count > 1)
+    if (before == now || !engine->is_counted)
         return;
     const uint32_t bucket = before && before < now ? np_reuse_bucket(now - before) : 0; /* a new coordinator counts steps from 0 */
     __atomic_fetch_add(&reuse->gaps[(size_t)part * NP_REUSE_BUCKETS + bucket], 1, __ATOMIC_RELAXED);

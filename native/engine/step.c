@@ -56,7 +56,7 @@ int np_begin_step(np_engine *engine, const np_step *step)
         return NP_E_ARGUMENT; /* its block sums would overwrite those of the offloaded blocks */
     if (!engine->config.pipeline && step->end_block - step->first_block != s->blocks)
         return NP_E_ARGUMENT; /* without a pipeline all participants go through the same windows, with barriers between them */
-    if (step->draft_count && !np_may_draft(engine, step))
+    if (step->draft_count && !np_drafts_fit(engine, step))
         return NP_E_ARGUMENT;
     const uint32_t drafted = np_drafted_tokens(step);
     for (uint32_t t = 0; t < count; t++)
@@ -76,6 +76,7 @@ int np_begin_step(np_engine *engine, const np_step *step)
     engine->sharers = step->sharers;
     engine->sharer = step->sharer;
     engine->count = count;
+    engine->is_counted = count == 1;
     engine->logits_first = step->logits_first;
     engine->logits_count = step->logits_count;
     engine->logits_norm = &engine->fixed.output_norm;
@@ -135,7 +136,8 @@ int np_engine_step(np_engine *engine, const np_step *step)
         done = np_compute_layer(engine, layer);
     if (done >= 0 && step->draft_count && !np_drafted_tokens(step)) {
         done = compute_outputs(engine);
-        done = done < 0 ? done : np_draft_behind(engine, step);
+        done = done < 0 ? done : np_fill_draft_cache(engine, step);
+        engine->count = step->count;
         engine->logits_count = 0;
         engine->token_scores = NULL;
     }

@@ -125,10 +125,10 @@ static void write_step(np_step_pipeline *pipeline, uint64_t channels, uint32_t i
     channel->count = step->count;
     channel->draft_count = step->draft_count;
     const int32_t *const numbers[] = {step->sequences, step->positions, step->tokens, step->states_from, step->states_to, step->draft_tokens};
+    const uint32_t counts[] = {step->count, step->count, step->count, step->count, step->count, step->draft_count};
     for (int which = 0; which < NP_CHANNEL_NUMBERS; which++)
         if (numbers[which])
-            memcpy(np_channel_numbers(&pipeline->config.channels, i, which), numbers[which],
-                   (numbers[which] == step->draft_tokens ? step->draft_count : step->count) * sizeof(int32_t));
+            memcpy(np_channel_numbers(&pipeline->config.channels, i, which), numbers[which], counts[which] * sizeof(int32_t));
 }
 
 static int are_valid(const np_step_pipeline *pipeline, uint64_t channels, const np_step *steps)

@@ -189,7 +189,7 @@ def _architecture(config_class: str, defaults: dict[str, Any], read: Any, names:
         norm_offset=1.0,
         partial_rotary=True,
         part=part,
-        renamed_tensors={r"^mtp\.(fc|norm|pre_fc_norm_\w+)\.": DRAFT + r"\1."},
+        renamed_tensors={r"^model\.mtp\.": "mtp.", r"^mtp\.(fc|norm|pre_fc_norm_\w+)\.": DRAFT + r"\1."},
     )
 
 

@@ -68,8 +68,8 @@ def exchange(
     """The buffers of a decode step, which its participants share. tokens: maximum of one decode step; pairs: a pair is
     a token and one of its experts; groups: maximal number of experts that are computed at once; output_width: width if
     outputs of attention and feed-forward are normed, twice that with norms of branches, else 0; query_width:
-    query_heads * head_width, or more with latents; neurons: neurons of one expert's blocks, padding included; rank:
-    rank of the predictor, 0 without one;
+    query_heads * head_width, or more with latents, gates or a draft layer; neurons: neurons of one expert's blocks,
+    padding included; rank: rank of the predictor, 0 without one;
     claims: number of counters by which participants claim pieces of work; logit_rows: maximal number of tokens of a
     decode or prefill step whose logits are needed; workers: decode workers, each of which has a step channel of
     lane_words; draft_width: width in a model with a draft layer, else 0."""

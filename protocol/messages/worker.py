@@ -36,7 +36,7 @@ class Step(Message):
     states_from: if layers are recurrent, the slot of each sequence's state before its token, or -1 at position 0
     states_to: likewise the slot that the state after the token is written to
     draft_tokens: what the draft layer reads, if it predicts tokens: the last tokens of the sequence up to the first of
-        `tokens`. For number n it reads row n of `last_hidden`, which is that of the token before
+        `tokens`. Item n is read with row n of `last_hidden`, the hidden state of the token before it
     """
 
     step: int
@@ -85,8 +85,8 @@ class Prefill(Message):
     state_to: likewise the slot that the state after the last token is written to
     snapshot_tokens: numbers of the chunk's first tokens after which the state is also written, ascending
     snapshot_slots: the slots that these states are written to
-    draft_tokens: with a draft layer, the tokens that follow the first ones of the chunk: the layer computes their keys
-        and values, too
+    draft_tokens: with a draft layer, item n is the token after token n of the chunk; the layer's keys and values of it
+        lie at the position of token n
     """
 
     step: int

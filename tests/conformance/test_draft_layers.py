@@ -142,6 +142,20 @@ def test_the_engine_drafts_the_tokens_of_the_reference(name: str, count: int, ch
     assert np.array_equal(logits, plain[-3:])
 
 
+def test_a_gguf_file_without_a_norm_of_its_draft_layer_is_read_without_the_layer(tmp_path: Path) -> None:
+    recipe = RECIPES["qwen3.5"]
+    fewer = {name: values for name, values in draft_tensors(recipe).items() if name != "mtp.norm.weight"}
+    source = write_recurrent_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, drafts=fewer)
+    assert convert(source, tmp_path / "p", quantization="f16").manifest.model.draft_layers == 0
+
+
+def test_a_draft_layer_may_lie_within_the_model(tmp_path: Path) -> None:
+    recipe = RECIPES["qwen3.5"]
+    within = {f"model.{name}": values for name, values in draft_tensors(recipe).items()}
+    package = convert(write_checkpoint(tmp_path / "model", recipe, within), tmp_path / "p", quantization="f16")
+    assert package.manifest.model.draft_layers == 1
+
+
 def test_draft_layers_of_a_manifest_are_checked(tmp_path: Path) -> None:
     package = drafted(tmp_path, RECIPES["qwen3.5"])
     path = package.path / "manifest.json"

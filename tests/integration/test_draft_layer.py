@@ -49,14 +49,15 @@ def test_a_draft_layer_changes_no_token(run: tuple[str, Run], sampling: str) -> 
     assert single["drafted_tokens"] == 0
 
 
-def test_right_drafts_are_accepted_and_wrong_ones_end(run: tuple[str, Run]) -> None:
-    """The layer of a random model is wrong nearly always: after a few steps it is not asked any more."""
+def test_right_drafts_are_accepted_and_a_layer_that_is_wrong_is_hardly_asked(run: tuple[str, Run]) -> None:
+    """The layer of a random model is wrong nearly always. It is tried again after RETRY_STEPS steps without it."""
     kind, live = run
-    answer = live.ask(PROMPT, 90, ignore_end=True, temperature=2.0, seed=7)
+    answers = [live.ask(PROMPT, 90, ignore_end=True) for _ in range(2)]
+    drafted, accepted = (sum(answer[f"{name}_tokens"] for answer in answers) for name in ("drafted", "accepted"))
     if kind == "foreseeing":
-        answer = live.ask(PROMPT, 90, ignore_end=True)
-        assert answer["accepted_tokens"] == answer["drafted_tokens"]
-    assert answer["drafted_tokens"] > 0
+        assert 0 < accepted == drafted
+    else:
+        assert 0 < drafted < 2 * 90 / 3
 
 
 def test_a_killed_worker_changes_no_token_of_a_draft_layer(run: tuple[str, Run]) -> None:

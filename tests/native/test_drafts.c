@@ -4,8 +4,8 @@
 #include "check.h"
 #include "kernels/half.h"
 #include "neuronpipe.h"
+#include "step_thread.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -59,18 +59,6 @@ static np_engine *made(stage *s, int participant, const void *input, const char 
         .entries = {s->entries, s->entries}, .window = &s->windows[participant], .arrivals = s->words, .epoch = &s->epoch, .barrier = &s->barrier,
     };
     return np_engine_create(&shape, &fixed, &shared, &config, wrong);
-}
-
-typedef struct {
-    np_engine *engine;
-    np_step step;
-    int done;
-} worker;
-
-static void *work(void *argument) {
-    worker *w = argument;
-    w->done = np_engine_step(w->engine, &w->step);
-    return NULL;
 }
 
 static void run(np_engine *const *engines, stage *s, uint32_t participants, np_step step) {

@@ -2,9 +2,9 @@
  * zero, so the residual stream consists of the blocks' sums. */
 #include "check.h"
 #include "neuronpipe.h"
+#include "step_thread.h"
 
 #include <math.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -128,18 +128,6 @@ static void test_refusals(np_engine *engine) {
 
 /* ---- offloaded matrices --------------------------------------------------------------------------------- */
 enum { ALL_MATRICES = NP_OFFLOAD_QKV | NP_OFFLOAD_ATTENTION_OUTPUT | NP_OFFLOAD_OUTPUT };
-
-typedef struct {
-    np_engine *engine;
-    np_step step;
-    int done;
-} worker;
-
-static void *work(void *argument) {
-    worker *w = argument;
-    w->done = np_engine_step(w->engine, &w->step);
-    return NULL;
-}
 
 /* The steps of two participants; the second one's backend computes all blocks and these matrices. */
 static np_step step_of_holder(uint32_t matrices, uint32_t texts) {

@@ -151,13 +151,14 @@ def gguf_layers(metadata: Record, name: str, rules: GgufArchitecture, inventory:
 
 
 def _has_draft_layer(metadata: Record, name: str, layer: int, inventory: Inventory) -> bool:
-    """Return True if this layer, the one behind the last, is a draft layer that shares embedding and output matrix."""
-    of_its_own = ("embed_tokens", "shared_head_head")
-    return (
-        all_blocks(metadata, name) == layer + 1
-        and inventory.has(f"blk.{layer}.nextn.eh_proj.weight")
-        and not any(inventory.has(f"blk.{layer}.nextn.{tensor}.weight") for tensor in of_its_own)
-    )
+    """Return True if this layer, the one behind the last, is a draft layer with all of its tensors that shares
+    embedding and output matrix."""
+    tensors, of_its_own = ("eh_proj", "enorm", "hnorm", "shared_head_norm"), ("embed_tokens", "shared_head_head")
+
+    def has(tensor: str) -> bool:
+        return inventory.has(f"blk.{layer}.nextn.{tensor}.weight")
+
+    return all_blocks(metadata, name) == layer + 1 and all(map(has, tensors)) and not any(map(has, of_its_own))
 
 
 def _mixers(metadata: Record, name: str, rules: GgufArchitecture, neurons: list[int]) -> list[Mixer]:

@@ -49,6 +49,7 @@ class OutstandingStep:
         self.numerics = numerics
         self.sequences = sequences
         self.drafted, self.accepted_tokens = drafted, 0
+        self.is_repeated = False  # an attempt before may have overwritten what the draft layer reads
         self.rows = dict(enumerate(sequences * (1 + len(drafted))))
         self._done = False  # every participant was done before the epoch changed
         self._read = False
@@ -86,7 +87,7 @@ class OutstandingStep:
         action = SendStep(participants, message)
         drafted = self.action.message.tokens[1:] if self.drafted else ()
         repeated = OutstandingStep(action, self.sequences, self.numerics, self._states, drafted)
-        repeated.death_weight = self.death_weight
+        repeated.death_weight, repeated.is_repeated = self.death_weight, True
         return repeated
 
     def put_off(self) -> None:
@@ -392,7 +393,7 @@ class StepBuilder:
     def ended(self, step: OutstandingStep) -> None:
         """Note what a step that generates tokens tells about drafts, once its tokens have been processed."""
         message = step.action.message
-        if isinstance(message, Step) and message.draft_tokens:
+        if isinstance(message, Step) and message.draft_tokens and step.rows and not step.is_repeated:
             self.step_times.acceptance.measured(step.accepted_tokens, len(step.drafted))
         alone = step.sequences[0] if len(step.sequences) == 1 else None
         self._hidden = _Hidden(message.step, alone, 1 + step.accepted_tokens)
