@@ -813,12 +813,11 @@ typedef struct {
                         * predictor */
     uint32_t *claims;  /* [np_engine_claims(layers)], zeroed before every step */
     float *logits;     /* [logit_rows][vocabulary] */
-    float *last_hidden; /* [logit_rows][width] with a draft layer: the normed last hidden state of each row of logits */
     int32_t *drafted;  /* [max_tokens] with a draft layer: the drafted tokens of the last step, in order */
     uint16_t *kv;      /* of each layer [sequences][key_heads][2][context_tokens][head_width], its own sizes; with latents
                         * [sequences][context_tokens][latent_width+rotary_width] */
     float *states;     /* [state_slots][state_elements]: for each recurrent layer the last inputs of its convolution, the earliest first, then memories
-                        * [state_heads][state_key_width][state_value_width] */
+                        * [state_heads][state_key_width][state_value_width]; for a draft layer the last hidden state of the latest token */
     const uint8_t *slots[2];               /* by part */
     uint32_t *entries[2];                  /* by part: [layers*clusters] */
     uint64_t *window;                      /* of this participant only */
@@ -868,7 +867,8 @@ typedef struct {
 /* A step of one participant: one pass of `count` tokens over all layers, then the logits of `logits_count` tokens from
  * `logits_first` on, into logit rows from 0 on. Arrays have `count` items. With `token_scores`, the same for all
  * participants, logits_count is 0: logits are computed and read for as many tokens at a time as there are logit
- * rows. */
+ * rows. If all items of `tokens` but the first are NP_DRAFTED, they are of one sequence, and the draft layer
+ * predicts them first. */
 typedef struct {
     uint64_t number;
     uint32_t epoch;
@@ -883,14 +883,9 @@ typedef struct {
     const int32_t *sequences, *positions, *tokens;
     const int32_t *states_from, *states_to; /* for each token two slots of its sequence's state, which differ: before and after the tokens that
                                              * have the same two; NP_NO_STATE before position 0. The tokens of a sequence follow each other, and
-                                             * those with other slots go on from the slot before. NULL if no layer is recurrent */
+                                             * those with other slots go on from the slot before. NULL if no layer has a state */
     uint32_t logits_first, logits_count;
     const np_token_scores *token_scores; /* or NULL */
-    /* The tokens that the draft layer reads, [draft_count]; 0: none. If the last items of `tokens` are NP_DRAFTED, the layer predicts them
-     * first. draft_tokens are then the last ones of the only sequence, up to tokens[0]; for number n the layer reads row n of last_hidden.
-     * Otherwise draft_tokens[n] follows tokens[n], and the layer computes its keys and values of these tokens after the other layers. */
-    uint32_t draft_count;
-    const int32_t *draft_tokens;
 } np_step;
 
 enum { NP_NO_STATE = -1, NP_DRAFTED = -1 };
@@ -1036,12 +1031,12 @@ typedef struct {
     uint32_t state, sleepers, given, answered, unused1[12];
     uint64_t number;   /* the step: fields of np_step */
     uint64_t channels; /* of all its participants: bit n is channel n */
-    uint32_t epoch, participants, participant, first_block, end_block, sharers, sharer, count, draft_count;
-    uint32_t unused2[3];
+    uint32_t epoch, participants, participant, first_block, end_block, sharers, sharer, count;
+    uint32_t unused2[4];
     np_engine_counters counters;
-    uint64_t unused3; /* then int32_t sequences, positions, tokens, states_from, states_to, draft_tokens, each [tokens of np_step_channels] */
+    uint64_t unused3; /* then int32_t sequences, positions, tokens, states_from, states_to, each [tokens of np_step_channels] */
 } np_step_channel;
-enum { NP_CHANNEL_NUMBERS = 6 }; /* arrays behind a channel */
+enum { NP_CHANNEL_NUMBERS = 5 }; /* arrays behind a channel */
 typedef struct {
     uint8_t *memory;     /* [count][np_channel_bytes(tokens)] */
     uint32_t count;      /* at most 64 */

@@ -158,14 +158,15 @@ static void get_products(np_engine *engine, const np_matrix *matrix, uint32_t fi
     }
 }
 
-static void compute_heads(np_engine *engine, uint32_t layer)
+static void compute_heads(np_engine *engine, uint32_t layer, np_range computed)
 {
     const np_layer *l = &engine->fixed.layers[layer];
     const uint32_t width = l->head_width, heads = np_qkv_heads(&engine->shape, l);
     const uint64_t started = np_clock_ns();
     if (np_is_offloaded_elsewhere(engine, NP_OFFLOAD_QKV))
         return;
-    for (uint32_t head; (head = np_claim(engine, layer, NP_WORK_QKV, heads)) != NP_NONE;) {
+    for (uint32_t claimed; (claimed = np_claim(engine, layer, NP_WORK_QKV, computed.to - computed.from)) != NP_NONE;) {
+        const uint32_t head = computed.from + claimed;
         get_products(engine, &l->qkv, head * width, width, heads * width, l->qkv_bias);
         for (uint32_t t = 0; t < engine->count; t++)
             store_head(engine, layer, head, t, engine->rows + t * engine->max_rows);
@@ -191,6 +192,12 @@ uint32_t np_following_tokens(const np_engine *engine, uint32_t first, uint32_t e
     while (t < end && engine->sequence[t] == engine->sequence[first] && engine->position[t] == engine->position[t - 1] + 1)
         t++;
     return t - first;
+}
+
+/* How many positions a token attends to, the latest; 0: all. The draft layer has no keys of position 0. */
+static size_t window_of(const np_engine *engine, uint32_t layer, uint32_t t)
+{
+    return layer < np_text_layers(&engine->shape) ? engine->fixed.layers[layer].window_tokens : (size_t)engine->position[t];
 }
 
 /* Heads that share keys are one piece of work, so that the keys are read once; single heads where that would leave
@@ -222,7 +229,7 @@ static void attend(np_engine *engine, uint32_t layer)
                 .keys = kv_of(engine, layer, sequence, head / heads_per_key, 0),
                 .values = kv_of(engine, layer, sequence, head / heads_per_key, 1),
                 .positions = (size_t)engine->position[t] + 1,
-                .window = l->window_tokens,
+                .window = window_of(engine, layer, t),
                 .width = width,
                 .scale = scale,
                 .score_cap = s->score_cap,
@@ -293,7 +300,7 @@ static int predict(np_engine *engine, const np_norm *norm)
     return met < 0 ? met : np_predict_scores(engine);
 }
 
-int np_begin_attention(np_engine *engine, uint32_t layer)
+static const np_norm *prepare_input(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const np_norm *norm = np_input_norm(engine, &engine->fixed.layers[layer].attention_norm);
@@ -302,6 +309,12 @@ int np_begin_attention(np_engine *engine, uint32_t layer)
     const np_matrix *qkv = np_is_recurrent(l->mixer) ? &l->recurrent_input : s->latent_width ? &l->latent_down : &l->qkv;
     engine->vectors.type = qkv->quants ? qkv->type : s->type;
     np_prepare_vectors(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
+    return norm;
+}
+
+int np_begin_attention(np_engine *engine, uint32_t layer)
+{
+    const np_norm *norm = prepare_input(engine, layer);
     return np_predictor_runs(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;
 }
 
@@ -318,14 +331,28 @@ int np_attention(np_engine *engine, uint32_t layer)
     return engine->shape.latent_width ? np_attend_latents(engine, layer) : np_attend_heads(engine, layer);
 }
 
+/* Compute these heads of queries, keys, values and gates, and store keys and values. */
+static int store_heads(np_engine *engine, uint32_t layer, np_range heads)
+{
+    compute_heads(engine, layer, heads);
+    const int done = np_meet(engine);
+    if (done < 0 || !engine->shape.joint_norm)
+        return done;
+    norm_jointly(engine, layer);
+    return np_meet(engine);
+}
+
+int np_store_keys_and_values(np_engine *engine, uint32_t layer)
+{
+    const np_shape *s = &engine->shape;
+    const np_layer *l = &engine->fixed.layers[layer];
+    prepare_input(engine, layer);
+    return store_heads(engine, layer, (np_range){s->joint_norm ? 0 : s->query_heads, s->query_heads + (l->value_from_key ? 1 : 2) * l->key_heads});
+}
+
 int np_attend_heads(np_engine *engine, uint32_t layer)
 {
-    compute_heads(engine, layer);
-    int done = np_meet(engine);
-    if (done >= 0 && engine->shape.joint_norm) {
-        norm_jointly(engine, layer);
-        done = np_meet(engine);
-    }
+    const int done = store_heads(engine, layer, (np_range){0, np_qkv_heads(&engine->shape, &engine->fixed.layers[layer])});
     if (done < 0)
         return done;
     attend(engine, layer);

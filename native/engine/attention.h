@@ -20,6 +20,8 @@ int np_begin_attention(np_engine *engine, uint32_t layer);
 void np_begin_projection(np_engine *engine);
 /* then what depends on its rows: heads and attention; the addition to the residual stream. */
 int np_attend_heads(np_engine *engine, uint32_t layer);
+/* Compute the keys and values of the step's tokens in a layer without latents, and nothing else of it. */
+int np_store_keys_and_values(np_engine *engine, uint32_t layer);
 int np_add_projection(np_engine *engine, uint32_t layer);
 
 #endif

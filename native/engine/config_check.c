@@ -338,7 +338,7 @@ static const char *invalid_draft(const np_shape *s, const np_fixed *fixed, const
                 {"heads_width", s->heads_width >= 2 * (uint64_t)s->width},
                 {"draft_input", l->draft_input.quants && fits_attention(s, &l->draft_input, 2 * (size_t)s->width)},
                 {"draft_embedding_norm", l->draft_embedding_norm.weight != NULL}, {"draft_hidden_norm", l->draft_hidden_norm.weight != NULL},
-                {"draft_output_norm", l->draft_output_norm.weight != NULL}, {"last_hidden", shared->last_hidden != NULL}, {"drafted", shared->drafted != NULL});
+                {"draft_output_norm", l->draft_output_norm.weight != NULL}, {"window_tokens", !l->window_tokens}, {"drafted", shared->drafted != NULL});
 }
 
 const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config)
@@ -357,6 +357,8 @@ const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const
     if (!wrong)
         wrong = fixed->layers ? invalid_experts(shape, fixed) : "layers";
     if (!wrong)
+        wrong = invalid_draft(shape, fixed, shared);
+    if (!wrong)
         wrong = invalid_mixer(shape, fixed);
     if (!wrong)
         wrong = invalid_heads(shape, fixed, config);
@@ -366,8 +368,6 @@ const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const
         wrong = invalid_layer(shape, fixed, config);
     if (!wrong)
         wrong = invalid_norms(shape, fixed, config);
-    if (!wrong)
-        wrong = invalid_draft(shape, fixed, shared);
     if (!wrong && shape->norms != NP_NORMS_BEFORE && !shared->changes)
         wrong = "changes";
     if (!wrong && shared->reuse.gaps && !(shared->reuse.last_uses && shared->reuse.steps && shared->reuse.stride % 2))

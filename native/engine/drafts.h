@@ -3,14 +3,16 @@
 #define NP_DRAFTS_H
 #include "engine/engine.h"
 
-/* How many of a step's last tokens are to be drafted. */
+/* How many of a step's last tokens are to be drafted: those that are NP_DRAFTED. */
 uint32_t np_drafted_tokens(const np_step *step);
-/* True if the step's draft_count and draft_tokens fit it and this engine, and its drafted tokens are those of one sequence. */
+/* True if this engine can draft the step's last tokens, all but the first one: its tokens are those of one sequence. */
 int np_drafts_fit(const np_engine *engine, const np_step *step);
 /* Draft the step's last tokens before the other layers, and make them tokens of the step. */
 int np_draft_tokens(np_engine *engine, const np_step *step);
-/* Compute the draft layer's keys and values of the step's first tokens, after the other layers and the logits. Changes the
- * residual stream. */
-int np_fill_draft_cache(np_engine *engine, const np_step *step);
+/* True if the engine computes the draft layer's keys and values in each step. Those of accelerators do not. */
+int np_keeps_draft_state(const np_engine *engine);
+/* After the other layers and the logits, store the draft layer's state, and its keys and values of the step's tokens.
+ * Changes the residual stream. */
+int np_store_draft_state(np_engine *engine);
 
 #endif

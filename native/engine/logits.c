@@ -48,8 +48,6 @@ void np_begin_logits(np_engine *engine)
     for (uint32_t t = 0; t < engine->logits_count; t++) {
         np_norm_vector(engine, engine->logits_norm, engine->shared.residual + (size_t)(engine->logits_first + t) * s->width, s->width,
                        engine->vector);
-        if (s->draft_layers && !engine->participant && engine->logits_norm == &engine->fixed.output_norm)
-            memcpy(engine->shared.last_hidden + (size_t)t * s->width, engine->vector, s->width * sizeof(float));
         np_scale(engine->vector, s->width, s->logit_scale);
         np_activation_prepare(engine->fixed.output.type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
     }

@@ -60,6 +60,8 @@ uint32_t np_rates(const np_shape *s, const np_layer *l)
 
 size_t np_state_elements(const np_shape *s, const np_layer *l)
 {
+    if (l->draft_input.quants) /* of the draft layer: the last hidden state of the latest token */
+        return s->width;
     const size_t memories = has_memories(l) ? (size_t)s->state_heads * s->state_key_width * s->state_value_width : 0;
     return np_is_recurrent(l->mixer) ? (s->convolution_tokens - 1) * (size_t)np_channels(s, l) + memories : 0;
 }
@@ -134,8 +136,7 @@ static uint32_t runs_in_turn(const np_engine *engine, uint32_t first)
     return count;
 }
 
-/* A layer's part of the state in a slot, from this element on; NULL for NP_NONE. */
-static float *state_at(const np_engine *engine, const np_layer *l, uint32_t slot, size_t element)
+float *np_state_at(const np_engine *engine, const np_layer *l, uint32_t slot, size_t element)
 {
     return slot == NP_NONE ? NULL : engine->shared.states + (size_t)slot * engine->shape.state_elements + l->state_before + element;
 }
@@ -195,7 +196,7 @@ static void convolve(np_engine *engine, const np_layer *l, const np_run *run, np
             x[t * stride + c] *= x[t * stride + all + c];
     for (uint32_t t = 0; t < run->count; t++) {
         for (uint32_t tap = 0; tap <= earlier; tap++) {
-            const float *before = state_at(engine, l, run->from, (size_t)(t + tap) * all + channels.from);
+            const float *before = np_state_at(engine, l, run->from, (size_t)(t + tap) * all + channels.from);
             inputs[tap] = t + tap >= earlier ? x + (t + tap - earlier) * stride : before ? before : zeros;
         }
         float *out = engine->shared.attention + (run->first + t) * stride + channels.from;
@@ -206,8 +207,8 @@ static void convolve(np_engine *engine, const np_layer *l, const np_run *run, np
     }
     for (uint32_t n = 0; n < earlier; n++) { /* the state's n-th input is that of token count - earlier + n */
         const float *input = run->count + n >= earlier ? x + (run->count + n - earlier) * stride : NULL;
-        const float *before = state_at(engine, l, run->from, (size_t)(run->count + n) * all + channels.from);
-        memcpy(state_at(engine, l, run->to, (size_t)n * all + channels.from), input ? input : before ? before : zeros, bytes);
+        const float *before = np_state_at(engine, l, run->from, (size_t)(run->count + n) * all + channels.from);
+        memcpy(np_state_at(engine, l, run->to, (size_t)n * all + channels.from), input ? input : before ? before : zeros, bytes);
     }
     for (uint32_t t = 0; t < run->count && !has_memories(l); t++)
         for (uint32_t c = 0; c < count; c++)
@@ -330,7 +331,7 @@ static void remember(np_engine *engine, const np_layer *l, const np_run *run, ui
             skipped[t * width + c] = l->skip[head] * values[t * stride + c];
     const size_t memory_at = (s->convolution_tokens - 1) * (size_t)np_channels(s, l) + head * keys * width;
     np_remember(&(np_memory_job){.key_width = keys, .value_width = width, .tokens = count,
-                                 .from = state_at(engine, l, run->from, memory_at), .to = state_at(engine, l, run->to, memory_at),
+                                 .from = np_state_at(engine, l, run->from, memory_at), .to = np_state_at(engine, l, run->to, memory_at),
                                  .queries = is_delta ? units : queries, .keys = is_delta ? units + keys : key_rows,
                                  .keys_stride = is_delta ? 2 * keys : stride, .values = values, .values_stride = stride,
                                  .kept = kept, .shares = shares, .is_delta = is_delta, .is_by_row = is_by_row});

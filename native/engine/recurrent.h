@@ -10,6 +10,8 @@ uint32_t np_recurrent_rows(const np_shape *s, const np_layer *l);
 uint32_t np_gate_width(const np_shape *s, const np_layer *l);
 uint32_t np_rates(const np_shape *s, const np_layer *l);
 size_t np_state_elements(const np_shape *s, const np_layer *l);
+/* A layer's part of the state in a slot, from this element on; NULL for NP_NONE. */
+float *np_state_at(const np_engine *engine, const np_layer *l, uint32_t slot, size_t element);
 /* The elements of a token that a layer's mixer needs in np_shared.queries. */
 size_t np_mixer_width(const np_shape *s, const np_layer *l);
 /* The elements of a token in engine->rows that np_mix_states needs. */

@@ -56,9 +56,9 @@ int np_begin_step(np_engine *engine, const np_step *step)
         return NP_E_ARGUMENT; /* its block sums would overwrite those of the offloaded blocks */
     if (!engine->config.pipeline && step->end_block - step->first_block != s->blocks)
         return NP_E_ARGUMENT; /* without a pipeline all participants go through the same windows, with barriers between them */
-    if (step->draft_count && !np_drafts_fit(engine, step))
-        return NP_E_ARGUMENT;
     const uint32_t drafted = np_drafted_tokens(step);
+    if (drafted && !np_drafts_fit(engine, step))
+        return NP_E_ARGUMENT;
     for (uint32_t t = 0; t < count; t++)
         if (step->sequences[t] < 0 || (uint32_t)step->sequences[t] >= engine->config.sequences || step->positions[t] < 0 ||
             (uint32_t)step->positions[t] >= s->context_tokens || (t < count - drafted && !np_is_token(s, step->tokens[t])))
@@ -118,6 +118,8 @@ int np_end_step(np_engine *engine, int result)
 {
     if (result >= 0)
         result = compute_outputs(engine);
+    if (result >= 0 && np_keeps_draft_state(engine))
+        result = np_store_draft_state(engine);
     np_trace_put(&engine->shared.trace, NP_SPAN_STEP, 0, engine->count, engine->step, engine->started);
     engine->counters.step_ns += np_clock_ns() - engine->started;
     return result < 0 ? result : NP_OK;
@@ -134,12 +136,5 @@ int np_engine_step(np_engine *engine, const np_step *step)
         done = np_embed(engine);
     for (uint32_t layer = 0; layer < engine->end_layer && done >= 0; layer++)
         done = np_compute_layer(engine, layer);
-    if (done >= 0 && step->draft_count && !np_drafted_tokens(step)) {
-        done = compute_outputs(engine);
-        done = done < 0 ? done : np_fill_draft_cache(engine, step);
-        engine->count = step->count;
-        engine->logits_count = 0;
-        engine->token_scores = NULL;
-    }
     return np_end_step(engine, done);
 }

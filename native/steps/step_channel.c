@@ -123,12 +123,10 @@ static int compute_step(const worker *w)
         .states_from = w->numbers + 3 * (size_t)w->channels->tokens,
         .states_to = w->numbers + 4 * (size_t)w->channels->tokens,
         .logits_count = channel->count,
-        .draft_count = channel->draft_count,
-        .draft_tokens = w->numbers + 5 * (size_t)w->channels->tokens,
     };
     w->progress->step = step.number;
     w->progress->epoch = step.epoch;
-    if (step.count > w->channels->tokens || step.draft_count > w->channels->tokens)
+    if (step.count > w->channels->tokens)
         return NP_E_ARGUMENT;
     memcpy(w->numbers, np_channel_numbers(w->channels, w->number, 0), NP_CHANNEL_NUMBERS * (size_t)w->channels->tokens * sizeof *w->numbers);
     const int done = w->compute(w->context, &step, &channel->counters);

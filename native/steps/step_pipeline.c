@@ -123,12 +123,10 @@ static void write_step(np_step_pipeline *pipeline, uint64_t channels, uint32_t i
     channel->sharers = step->sharers;
     channel->sharer = step->sharer;
     channel->count = step->count;
-    channel->draft_count = step->draft_count;
-    const int32_t *const numbers[] = {step->sequences, step->positions, step->tokens, step->states_from, step->states_to, step->draft_tokens};
-    const uint32_t counts[] = {step->count, step->count, step->count, step->count, step->count, step->draft_count};
+    const int32_t *const numbers[] = {step->sequences, step->positions, step->tokens, step->states_from, step->states_to};
     for (int which = 0; which < NP_CHANNEL_NUMBERS; which++)
         if (numbers[which])
-            memcpy(np_channel_numbers(&pipeline->config.channels, i, which), numbers[which], counts[which] * sizeof(int32_t));
+            memcpy(np_channel_numbers(&pipeline->config.channels, i, which), numbers[which], step->count * sizeof(int32_t));
 }
 
 static int are_valid(const np_step_pipeline *pipeline, uint64_t channels, const np_step *steps)
@@ -137,7 +135,7 @@ static int are_valid(const np_step_pipeline *pipeline, uint64_t channels, const 
     if (!channels || (l->count < MAX_CHANNELS && channels >> l->count))
         return 0;
     for (int n = 0; n < __builtin_popcountll(channels); n++)
-        if (!steps[n].count || steps[n].count > l->tokens || steps[n].draft_count > l->tokens || steps[n].count != steps[0].count || steps[n].draft_count != steps[0].draft_count || steps[n].epoch != steps[0].epoch)
+        if (!steps[n].count || steps[n].count > l->tokens || steps[n].count != steps[0].count || steps[n].epoch != steps[0].epoch)
             return 0;
     return 1;
 }
@@ -203,7 +201,6 @@ static void send_next(np_step_pipeline *pipeline)
         if (!has(pipeline->channels, i))
             continue;
         channel_at(pipeline, i)->number = pipeline->next.number;
-        channel_at(pipeline, i)->draft_count = 0;
         memcpy(np_channel_numbers(&pipeline->config.channels, i, 1), pipeline->next.positions, pipeline->count * sizeof(int32_t));
         memcpy(np_channel_numbers(&pipeline->config.channels, i, 2), pipeline->tokens, pipeline->count * sizeof(int32_t));
         const int32_t *const states[] = {pipeline->next.states_from, pipeline->next.states_to};

@@ -30,6 +30,7 @@ class RecurrentSizes:
 
     width: int
     layer_kinds: tuple[Any, ...]
+    draft_layers: int
     state_heads: int
     state_key_heads: int
     state_key_width: int
@@ -105,7 +106,10 @@ class RecurrentSizes:
         return self.width * rows + self.mixers.count("kda") * self.state_rank * self.raised_rows
 
     def state_elements(self, layer: int) -> int:
-        """Return the number of elements of a layer's state: earlier inputs of the convolution, and the memories."""
+        """Return the number of elements of a layer's state: earlier inputs of the convolution, and the memories; of the
+        draft layer the last hidden state."""
+        if layer >= len(self.mixers) - self.draft_layers:
+            return self.width
         mixer = self.mixers[layer]
         memories = self.state_heads * self.state_key_width * self.state_value_width if mixer in WITH_MEMORY else 0
         return max(0, self.convolution_tokens - 1) * self.channels(layer) + memories

@@ -93,7 +93,7 @@ def with_drafts(manifest: Manifest, shape: RunShape, draft_tokens: int, limit_by
 
     If layers are recurrent, it gets the slots of their states, and drafts only if the limit has room for theirs.
     """
-    if not manifest.model.is_recurrent:
+    if not manifest.model.all_state_elements:
         return dataclasses.replace(shape, draft_tokens=draft_tokens)
     state_bytes = STATE_ELEMENT_BYTES * manifest.model.all_state_elements
     room = int(FURTHER_STATES_SHARE * limit_bytes // state_bytes)
@@ -205,7 +205,7 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
             vocabulary=model.vocabulary,
             workers=shape.workers,
             lane_words=lib.np_channel_bytes(shape.step_tokens) // WORD_BYTES,
-            draft_width=model.width if model.draft_layers else 0,
+            drafts=model.draft_layers > 0,
             **_stage_lengths(manifest, shape.step_tokens, predicts=shape.predicts),
         ),
         layouts.board(processes=shape.processes, sequences=shape.sequences),

@@ -157,7 +157,7 @@ class _Check:
         if compute.logit_rows < step_tokens:
             self._fail("compute.logit_rows", f"{compute.logit_rows} are too few for steps of {step_tokens} tokens")
         min_slots = STATES_PER_SEQUENCE * compute.sequences + compute.draft_tokens
-        if self._manifest.model.is_recurrent and compute.state_slots < min_slots:
+        if self._manifest.model.all_state_elements and compute.state_slots < min_slots:
             self._fail(
                 "compute.state_slots",
                 f"{compute.state_slots} are too few: a sequence needs two, and a drafted token one",

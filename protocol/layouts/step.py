@@ -11,8 +11,8 @@ def kv(
     *, position_elements: int, sequences: int, context_tokens: int, state_slots: int = 0, state_elements: int = 0
 ) -> Layout:
     """Keys and values, as fp16: for each layer, sequence and key head first all keys, then all values; or for each
-    layer and sequence all latents. And the states of recurrent layers. position_elements: elements of a position, in
-    all layers; state_slots: states; state_elements: elements of a state, in all layers."""
+    layer and sequence all latents. And the states of recurrent and draft layers. position_elements: elements of a
+    position, in all layers; state_slots: states; state_elements: elements of a state, in all layers."""
     fields = Fields(
         "kv",
         4,
@@ -63,7 +63,7 @@ def exchange(
     vocabulary: int,
     workers: int,
     lane_words: int,
-    draft_width: int = 0,
+    drafts: bool = False,
 ) -> Layout:
     """The buffers of a decode step, which its participants share. tokens: maximum of one decode step; pairs: a pair is
     a token and one of its experts; groups: maximal number of experts that are computed at once; output_width: width if
@@ -72,7 +72,7 @@ def exchange(
     padding included; rank: rank of the predictor, 0 without one;
     claims: number of counters by which participants claim pieces of work; logit_rows: maximal number of tokens of a
     decode or prefill step whose logits are needed; workers: decode workers, each of which has a step channel of
-    lane_words; draft_width: width in a model with a draft layer, else 0."""
+    lane_words; drafts: true if the model has a draft layer."""
     fields = Fields(
         "exchange",
         5,
@@ -92,8 +92,7 @@ def exchange(
             "vocabulary": vocabulary,
             "workers": workers,
             "lane_words": lane_words,
-            "draft_width": draft_width,
-            "drafted": tokens if draft_width else 0,
+            "drafted": tokens if drafts else 0,
         },
     )
     fields.add(
@@ -130,15 +129,6 @@ def exchange(
         by="decode, coordinator",
         to="coordinator",
         ordering="section 6.2; word 0 counts steps, word 1 its sleepers; sequentially consistent",
-    )
-    fields.add(
-        "last_hidden",
-        "f32",
-        "logit_rows",
-        "draft_width",
-        by="decode, prefill: participant 0, with the logits of their step",
-        to="decode",
-        ordering="StepDone and Prefilled; the normed last hidden state of each row of logits",
     )
     fields.add(
         "drafted",

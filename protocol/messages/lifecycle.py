@@ -27,7 +27,8 @@ class Hello(Message):
         uses the name of the decode workers, or a name that ends with "+" and theirs; in the second case, a step in
         which it takes part has the accelerator's name
     prompt_cache: true if a loader answers `Save` and `Restore`
-    drafts: true if a decode worker computes the draft layer of a model that has one
+    drafts: true if a worker stores the state, keys and values of a model's draft layer in each step, and predicts
+        tokens with it in a `Step`
     """
 
     role: str

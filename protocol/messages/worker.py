@@ -29,14 +29,12 @@ class Step(Message):
     end_blocks: the block after its last one
     sequences: KV slot of each sequence
     positions: position of each token in its sequence, from 0
-    tokens: the input tokens, one for each sequence; the last ones may be -1: the draft layer of the model predicts
+    tokens: the input tokens, one for each sequence; all but the first may be -1: the draft layer of the model predicts
         them before the step, and the participants write them to `drafted` of the exchange segment
     held_matrices: the matrices that the accelerator among the participants computes alone, out of "qkv",
         "attention_output" (both in every layer) and "output"
-    states_from: if layers are recurrent, the slot of each sequence's state before its token, or -1 at position 0
+    states_from: if layers have a state, the slot of each sequence's state before its token, or -1 at position 0
     states_to: likewise the slot that the state after the token is written to
-    draft_tokens: what the draft layer reads, if it predicts tokens: the last tokens of the sequence up to the first of
-        `tokens`. Item n is read with row n of `last_hidden`, the hidden state of the token before it
     """
 
     step: int
@@ -50,11 +48,13 @@ class Step(Message):
     held_matrices: tuple[str, ...] = ()
     states_from: tuple[int, ...] = ()
     states_to: tuple[int, ...] = ()
-    draft_tokens: tuple[int, ...] = ()
+
+    @property
+    def is_drafted(self) -> bool:
+        """True if the draft layer predicts all tokens but the first."""
+        return self.tokens[-1] == DRAFTED
 
     def __post_init__(self) -> None:
-        if self.tokens and (self.tokens[-1] == DRAFTED) != bool(self.draft_tokens):
-            raise ValueError("draft_tokens: expected some if tokens are drafted, and none otherwise")
         if {len(self.states_from), len(self.states_to)} not in ({0}, {len(self.tokens)}):
             raise ValueError("states_from and states_to: expected the same length as tokens, or none")
         if not 0 < len(self.sequences) == len(self.positions) == len(self.tokens):
@@ -81,12 +81,10 @@ class Prefill(Message):
     targets: tokens to score, with `logits` "none": the first target follows the first of `tokens`, and so on. The
         worker computes logits and reads them a few rows at a time
     likely: how many of the most likely tokens to return for each target
-    state_from: if layers are recurrent, the slot of the sequence's state before the first token, or -1 at position 0
+    state_from: if layers have a state, the slot of the sequence's state before the first token, or -1 at position 0
     state_to: likewise the slot that the state after the last token is written to
     snapshot_tokens: numbers of the chunk's first tokens after which the state is also written, ascending
     snapshot_slots: the slots that these states are written to
-    draft_tokens: with a draft layer, item n is the token after token n of the chunk; the layer's keys and values of it
-        lie at the position of token n
     """
 
     step: int
@@ -102,12 +100,11 @@ class Prefill(Message):
     state_to: int | None = None
     snapshot_tokens: tuple[int, ...] = ()
     snapshot_slots: tuple[int, ...] = ()
-    draft_tokens: tuple[int, ...] = ()
 
     @property
     def state_runs(self) -> list[tuple[int, int, int]]:
         """The runs of tokens between two states: (number of tokens, slot of the state before, slot of the one after).
-        Empty if no layer is recurrent."""
+        Empty if no layer has a state."""
         if self.state_to is None:
             return []
         ends = (0, *self.snapshot_tokens, len(self.tokens))
@@ -124,8 +121,6 @@ class Prefill(Message):
             raise ValueError("snapshot_slots: expected slots that differ from each other and from those of the step")
         if len(self.targets) > len(self.tokens) or (self.targets and self.logits != "none"):
             raise ValueError('targets: expected no more than tokens, and logits "none"')
-        if len(self.draft_tokens) > len(self.tokens) or (self.draft_tokens and self.targets):
-            raise ValueError("draft_tokens: expected no more than tokens, and no targets")
         if self.likely < 0:
             raise ValueError("likely: expected 0 or more")
         if self.copy_from == self.sequence:

@@ -251,7 +251,7 @@ def _native_steps(message: Step, processes: Sequence[ProcessKey]) -> tuple[Any, 
     states = (message.states_from, message.states_to)
     arrays = [
         ffi.new("int32_t[]", list(numbers)) if numbers else ffi.NULL
-        for numbers in (message.sequences, message.positions, message.tokens, *states, message.draft_tokens)
+        for numbers in (message.sequences, message.positions, message.tokens, *states)
     ]
     works = [work_of(message, f"{role}.{index}") for role, index in sorted(processes)]
     steps = [
@@ -270,8 +270,6 @@ def _native_steps(message: Step, processes: Sequence[ProcessKey]) -> tuple[Any, 
             "tokens": arrays[2],
             "states_from": arrays[3],
             "states_to": arrays[4],
-            "draft_count": len(work.draft_tokens),
-            "draft_tokens": arrays[5],
             "logits_count": work.logits_count,
         }
         for work in works

@@ -58,7 +58,7 @@ class PromptCache:
     regions: the regions of a KV slot
     content: the segment of all KV slots, writable
     origin: returns the origin of keys and values that were computed in some numerics
-    states: the slots of recurrent states; None: no layer is recurrent
+    states: the slots of states; None: no layer has one
     """
 
     def __init__(
@@ -91,9 +91,7 @@ class PromptCache:
             return None
         mapping = memory.mappings["kv"]
         model = job.package.manifest.model
-        # Those of the draft layer depend on later tokens, and no text needs them.
-        kept_vectors = model.cached_vectors[: model.text_layers]
-        regions, engine = SlotRegions.of(mapping.layout, kept_vectors), engine_id()
+        regions, engine = SlotRegions.of(mapping.layout, model.cached_vectors), engine_id()
 
         def origin(numerics: str) -> Origin:
             return Origin(

@@ -82,7 +82,6 @@ class StepWork:
     ratings: scores to fill in place of logits, or None
     states_from, states_to: for each token two slots of its sequence's state, before and after the tokens that have the
         same two; empty unless layers are recurrent
-    draft_tokens: as in `Step` and `Prefill`
     """
 
     number: int
@@ -96,7 +95,6 @@ class StepWork:
     ratings: Ratings | None = None
     states_from: Sequence[int] = ()
     states_to: Sequence[int] = ()
-    draft_tokens: Sequence[int] = ()
 
 
 @frozen(kw_only=True)
@@ -120,7 +118,7 @@ class Backend(Protocol):
 
     A backend that fills `StepWork.ratings` has an attribute `rates` that is True. From other backends the prefill
     worker requests logits and computes the scores itself. One that computes draft layers has an attribute `drafts` that
-    is True; others ignore `StepWork.draft_tokens`, and get no token that is drafted.
+    is True; others get no token that is drafted.
     """
 
     @property

@@ -21,7 +21,6 @@ def work_of(step: Step, name: str) -> StepWork:
         logits_count=len(step.tokens),
         states_from=step.states_from,
         states_to=step.states_to,
-        draft_tokens=step.draft_tokens,
         share=_share_of(step.participants, step.first_blocks, step.end_blocks, step.held_matrices, name),
     )
 

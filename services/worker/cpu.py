@@ -131,7 +131,6 @@ class CpuBackend:
             claims=stage("claims"),
             barrier=stage("barriers"),
             logits=memory.view("exchange", "logits"),
-            last_hidden=memory.view("exchange", "last_hidden"),
             drafted=memory.view("exchange", "drafted"),
             kv=memory.view("kv", "kv"),
             states=memory.view("kv", "states"),

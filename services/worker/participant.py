@@ -56,8 +56,8 @@ class View:
 
     slots, entries: a buffer for each part
     changes: None unless the model norms outputs
-    last_hidden, drafted: None or empty unless the model has a draft layer
-    states: None unless layers are recurrent
+    drafted: None or empty unless the model has a draft layer
+    states: None unless layers have a state
     ranks, predicted: None in exact mode
     activity: None unless neurons are recorded
     reuse: None unless uses of clusters are counted
@@ -89,7 +89,6 @@ class View:
     reuse: Any = None  # np_reuse
     inputs: Any = None  # with external matrix products
     outputs: Any = None  # with external matrix products, or with offloaded matrices
-    last_hidden: Any = None
     drafted: Any = None
     embedding_rows: EmbeddingRows | None = None  # None: the embedding is in memory
 
@@ -238,7 +237,6 @@ class Participant:
                 work.tokens,
                 work.states_from,
                 work.states_to,
-                work.draft_tokens,
             )
         ]
         step = self._step
@@ -250,8 +248,7 @@ class Participant:
         step.offloaded_blocks = share.offloaded_blocks
         step.offloaded_matrices = sum(OFFLOADED_MATRICES.get(name, 1 << 31) for name in set(share.offloaded_matrices))
         step.count, step.logits_first, step.logits_count = len(work.tokens), work.logits_first, work.logits_count
-        step.sequences, step.positions, step.tokens, step.states_from, step.states_to, *drafts = self._step_arrays
-        step.draft_count, (step.draft_tokens,) = len(work.draft_tokens), drafts
+        step.sequences, step.positions, step.tokens, step.states_from, step.states_to = self._step_arrays
         step.token_scores = ffi.NULL if work.ratings is None else work.ratings.native
         return step
 

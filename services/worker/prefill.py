@@ -33,7 +33,6 @@ class PrefillService:
         self._blocks, self._vocabulary = manifest.layout.blocks, manifest.model.vocabulary
         self._index = job.process.index
         self._logit_rows, self._rates = compute.logit_rows, getattr(backend, "rates", False)
-        self._drafts = getattr(backend, "drafts", False)
         self._worker = Worker(job, backend)
         self._keys_values = KeysValues(
             self._worker.memory.view("kv", "kv"),
@@ -43,7 +42,8 @@ class PrefillService:
             context_tokens=compute.context_tokens,
         )
         self._context = open_context()
-        self._service = Service(self._context, job, slots=1, numerics=backend.numerics)
+        drafts = getattr(backend, "drafts", False)
+        self._service = Service(self._context, job, slots=1, numerics=backend.numerics, drafts=drafts)
 
     def backend(self, job: Job) -> Backend:
         """Construct the backend that the plan names."""
@@ -99,7 +99,6 @@ class PrefillService:
             share=Share(first_block=0, end_block=self._blocks),
             states_from=[before for before, _ in states],
             states_to=[after for _, after in states],
-            draft_tokens=chunk.draft_tokens if self._drafts else (),
         )
 
     def _handle(self, message: Message) -> None:

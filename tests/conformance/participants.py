@@ -21,7 +21,10 @@ RING_ENTRIES = 1024
 Ranges = list[tuple[int, int]]
 
 
-STATE_SLOTS, SNAPSHOT = 3, 2  # two that steps read and write in turn, and one for a state within a step
+STATE_SLOTS, SNAPSHOT = (
+    5,
+    2,
+)  # two that steps read and write in turn, and those from SNAPSHOT on for states within a step
 
 
 class Participants:
@@ -71,7 +74,6 @@ class Participants:
             else None,
             "claims": self._claims,
             "logits": self._logits,
-            "last_hidden": np.zeros((tokens, model.width), np.float32),
             "drafted": self._drafted,
             "kv": np.zeros(model.position_elements * model.context_tokens, np.uint16),
             "states": self.states,
@@ -133,22 +135,22 @@ class Participants:
 
     def draft(self, tokens: Sequence[int], chunk: int, drafted: int) -> tuple[list[int], NDArray[np.float32]]:
         """What the draft layer predicts after a text, and the logits after the text's last token and each of these.
-        The text before its last token is computed in steps of `chunk` tokens, of which the draft layer has each that is
-        followed by a known one."""
+        The text before its last token is computed in steps of `chunk` tokens."""
         starts = range(0, len(tokens) - 1, chunk)
         steps = [(first, list(tokens[first : min(first + chunk, len(tokens) - 1)])) for first in starts]
-        behind = [tokens[first + 1 : min(first + 1 + len(some), len(tokens) - 1)] for first, some in steps]
         steps.append((len(tokens) - 1, [tokens[-1], *[lib.NP_DRAFTED] * drafted]))
         with ThreadPoolExecutor(len(self.all)) as threads:
-            for number, ((first, some), following) in enumerate(zip(steps, [*behind, tokens[-1:]], strict=True)):
+            for number, (first, some) in enumerate(steps):
                 self._claims[:] = 0
                 shares = [(0, self._package.manifest.layout.blocks)] * len(self.all)
                 works = [_work(first, some, shares, own, 0, ()) for own in range(len(shares))]
                 for work in works:
                     self._give_states(work, number)
-                    work.draft_tokens = following
                     if some[-1] != lib.NP_DRAFTED:
-                        work.logits_first, work.logits_count = len(some) - 1, 1
+                        work.logits_count = 0
+                    else:  # each of its tokens has a state of its own
+                        work.states_to = range(SNAPSHOT, SNAPSHOT + len(some))
+                        work.states_from = [work.states_from[0], *work.states_to[:-1]]
                 list(threads.map(Participant.compute, self.all, works))
         return [int(token) for token in self._drafted[:drafted]], self._logits[: 1 + drafted].copy()
 

@@ -75,15 +75,13 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
         blocks = (*fields["first_blocks"], 1)
         one = "accelerator.0" if fields["held_matrices"] else "decode.0"
         fields |= {"participants": (one,) * len(blocks), "first_blocks": blocks, "end_blocks": blocks}
-        fields["draft_tokens"] = draw(st.sampled_from([(), (1,), (1, 2)]))
-        fields["tokens"] = (*fields["tokens"][:-1], DRAFTED if fields["draft_tokens"] else 1)
+        fields["tokens"] = (*fields["tokens"][:-1], draw(st.sampled_from([DRAFTED, 1])))
         states = draw(st.sampled_from([(), fields["tokens"]]))
         fields["states_from"] = fields["states_to"] = states
     elif cls.__name__ == "Prefill":
         fields["tokens"] = (*fields["tokens"], 1)
         fields["copy_from"] = None if fields["copy_from"] == fields["sequence"] else fields["copy_from"]
         fields["targets"] = fields["targets"][: len(fields["tokens"])] if fields["logits"] == "none" else ()
-        fields["draft_tokens"] = () if fields["targets"] else fields["draft_tokens"][: len(fields["tokens"])]
         fields["likely"] = abs(fields["likely"])
         fields["snapshot_tokens"] = fields["snapshot_slots"] = ()
         if draw(st.booleans()):

@@ -143,10 +143,3 @@ def test_a_step_drafts_one_token_until_acceptance_was_measured() -> None:
     assert not acceptance.is_assumed
     acceptance.assume()
     assert acceptance.is_assumed
-
-
-def test_tokens_behind_a_wrong_one_tell_nothing_about_acceptance() -> None:
-    one, three = LayerAcceptance(), LayerAcceptance()
-    one.measured(0, 1)
-    three.measured(0, 3)
-    assert one.share == three.share < LayerAcceptance().share

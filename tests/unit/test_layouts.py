@@ -136,7 +136,7 @@ def test_prefill_has_the_same_stages_as_decode() -> None:
     lengths |= {"experts_per_token": 3, "groups": 7}
     own = layouts.prefill_stage(partial_tokens=2, **lengths)
     shared = layouts.exchange(logit_rows=1, vocabulary=1, workers=2, lane_words=96, **lengths)
-    decode_only = {"epoch", "logits", "lanes", "finished", "last_hidden", "drafted"}
+    decode_only = {"epoch", "logits", "lanes", "finished", "drafted"}
     assert {field.name for field in shared.fields} - {field.name for field in own.fields} == decode_only
     assert own["partials"].shape == (2 * 3, 3, 32)
     assert own["hidden"].shape == (4 * 3, 96)

@@ -29,6 +29,7 @@ from neuronpipe.services.coordinator.scheduling.events import (
     ProcessReady,
     SampleTokens,
     SendStep,
+    StepFailed,
     StepLeft,
     Tell,
     TokensSampled,
@@ -79,6 +80,9 @@ class Machine:
     """A run whose memory is simulated: a state is the tokens that it has seen, and a KV slot the tokens it stores.
 
     happened: how often something of HAPPENS took place
+    right: how often the draft layer predicts the right token
+    damaged: how often a step of the draft layer fails
+    stop: strings that end a text
     """
 
     def __init__(
@@ -89,8 +93,12 @@ class Machine:
         prefill_chunk_tokens: int = 4,
         draft_tokens: int = DRAFTED,
         draft_layers: int = 0,
+        right: float = 0.8,
+        damaged: float = 0.0,
+        stop: tuple[str, ...] = (),
     ) -> None:
         self.random, self.has_layer = random.Random(seed), draft_layers > 0
+        self.right, self.damaged, self.stop = right, damaged, stop
         self.state_slots, self.own_states = 2 * sequences + draft_tokens + snapshots, 2 * sequences
         self.scheduler = make_scheduler(
             sequences=sequences,
@@ -107,7 +115,6 @@ class Machine:
         self.sampling: list[SampleTokens] = []
         self.rows: list[tuple[int, ...]] = []
         self.drafted: tuple[int, ...] = ()
-        self.attempted = 0  # the number of the last step that was computed, whether it counted or not
         self.requests: dict[str, tuple[str, int, int]] = {}
         self.conversations: list[str] = []  # that have just had an answer
         self.happened = Counter[str]()
@@ -115,8 +122,8 @@ class Machine:
         self.disk: set[tuple[int, ...]] = set()  # prefixes whose keys, values and state the prompt cache has
         self.loading: list[Save | Restore] = []
         self.scheduler.handle(ProcessReady(LOADER, "", True), 0.0)
-        for worker in [("decode", 0), ("decode", 1)] if self.has_layer else ():
-            self.scheduler.handle(ProcessReady(worker, NUMERICS["decode"], drafts=True), 0.0)
+        for worker in [("decode", 0), ("decode", 1), ("prefill", 0)] if self.has_layer else ():
+            self.scheduler.handle(ProcessReady(worker, NUMERICS[worker[0]], drafts=True), 0.0)
 
     def take(self, actions: list[object]) -> None:
         for action in actions:
@@ -140,7 +147,7 @@ class Machine:
             expected = expected_text(prompt, *rest)
             self.conversations = [*self.conversations, prompt + message.text][-4:]
             assert expected.startswith(message.text)
-            assert message.text == expected or message.reason == "cancelled"
+            assert message.text == expected or message.reason in ("cancelled", "stop")
             self.finished += 1
             self.cached += message.cached_tokens
             self.happened["cancelled"] += message.reason == "cancelled"
@@ -180,25 +187,22 @@ class Machine:
             assert not {*message.states_from} & {*message.states_to}
         active = {one.state for one in self.scheduler.requests.active}
         assert not active & {*message.states_to}, "another sequence goes on from this state"
-        tokens = self.draft(message) if message.draft_tokens else message.tokens
+        tokens = self.draft(message) if message.is_drafted else message.tokens
         each = zip(message.states_from, message.states_to, message.sequences, message.positions, tokens, strict=True)
         self.rows = [self.step(*one, (token,)) for *one, token in each]
 
     def draft(self, message: Step) -> tuple[int, ...]:
-        """Return the step's tokens with those that the draft layer predicts, of which most are right. It reads hidden
-        states of the same text."""
-        (slot, *_), (first, *_) = message.sequences, message.positions
-        text = [*self.kv[slot][:first], message.tokens[0]]
-        count = len(message.draft_tokens)
-        assert list(message.draft_tokens) == text[-count:]
-        if message.step != self.attempted:  # otherwise an attempt before this one has overwritten the rows
-            assert [list(row) for row in self.rows[:count]] == [text[:n] for n in range(first - count + 1, first + 1)]
-        drafted: list[int] = []
+        """Return the step's tokens with those that the draft layer predicts, of which most are right. Its state is that
+        of the same text."""
+        (slot, *_), (source, *_) = message.sequences, message.states_from
+        before = self.states[source]
+        assert before, "the first token has no state before it"
+        text, drafted = [*before, message.tokens[0]], list[int]()
         (sequence,) = [one for one in self.scheduler.requests.active if one.slot == slot]
         for token in message.tokens[1:]:
             assert token == TO_DRAFT
             right = next_token((*text, *drafted), sequence.ask.seed)
-            drafted.append(right if self.random.random() < 0.8 else 97 + self.random.randrange(3))
+            drafted.append(right if self.random.random() < self.right else 97 + self.random.randrange(3))
         self.drafted = tuple(drafted)
         self.happened["drafted by the layer"] += len(drafted)
         return message.tokens[0], *drafted
@@ -271,12 +275,13 @@ class Machine:
         for seed in range(self.random.choice((1, 1, 1, 2, 3))):
             name = f"r{self.now}.{seed}"
             self.requests[name] = prompt, max_tokens, seed
-            generate = Generate(request=name, prompt=prompt, max_tokens=max_tokens, seed=seed, share_prefix=True)
+            generate = Generate(
+                request=name, prompt=prompt, max_tokens=max_tokens, seed=seed, share_prefix=True, stop=self.stop
+            )
             self.take(receive(self.scheduler, generate, self.now))
 
     def run(self, message: Step | Prefill) -> None:
         self.compute(message)
-        self.attempted = message.step
         workers = [("prefill", 0)] if isinstance(message, Prefill) else participants_of(message)
         if self.random.random() < 0.15:  # a process is killed when all of it is written, and the others leave
             victim = self.random.choice([*workers, LOADER])
@@ -288,12 +293,31 @@ class Machine:
             self.happened["killed"] += 1
             if victim == LOADER:
                 self.lose_loader()
-            ready = ProcessReady(victim, NUMERICS.get(victim[0], ""), True, self.has_layer and victim[0] == "decode")
+            ready = ProcessReady(victim, NUMERICS.get(victim[0], ""), True, self.has_layer and victim != LOADER)
             self.take(self.scheduler.handle(ready, self.now))
+            return
+        if isinstance(message, Step) and message.is_drafted and self.random.random() < self.damaged:
+            self.damage_layer(message)
             return
         for worker in workers:
             left = StepLeft(worker, message.step, message.epoch, True, drafted=self.drafted)
             self.take(self.scheduler.handle(left, self.now))
+
+    def damage_layer(self, message: Step) -> None:
+        """A cluster of the draft layer is damaged: one participant has failed, and others fail too or leave."""
+        assert not self.happened["layer damaged"], "a damaged layer was used again"
+        self.happened["layer damaged"] += 1
+        self.epoch += 1
+        for number, worker in enumerate(participants_of(message)):
+            attempt = worker, message.step, message.epoch
+            fails = number == 0 or self.random.random() < 0.5
+            self.take(
+                self.scheduler.handle(
+                    StepFailed(*attempt, "a cluster") if fails else StepLeft(*attempt, False), self.now
+                )
+            )
+            if number == 0:
+                self.take(self.scheduler.handle(EpochChanged(self.epoch, ()), self.now))
 
     def lose_loader(self) -> None:
         """What the loader was restoring is neither old nor new; what it was saving does not come to the disk."""
@@ -339,6 +363,26 @@ def test_no_sequence_goes_on_from_a_state_of_another_text(
     assert (machine.happened["drafted by the layer"] > 20) == bool(draft_layers)
 
 
+def test_a_damaged_draft_layer_refuses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
+    machine = Machine(0, draft_layers=1, damaged=0.1)
+    for _ in range(1000):
+        machine.event()
+    machine.end()
+    assert machine.happened["layer damaged"] == 1
+    assert machine.finished > 20
+
+
+def test_drafts_behind_a_texts_end_are_not_counted_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
+    machine = Machine(1, draft_layers=1, right=1.0, stop=("b",))
+    for _ in range(4000):
+        machine.event()
+    acceptance = machine.scheduler._builder.step_times.acceptance
+    assert machine.happened["drafted by the layer"] > 20
+    assert acceptance.share > 0.99, acceptance.share
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_no_short_run_goes_on_from_a_state_of_another_text(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +393,7 @@ def test_no_short_run_goes_on_from_a_state_of_another_text(block: int, monkeypat
         draw = random.Random(seed)
         monkeypatch.setattr(steps, "STATE_INTERVAL_TOKENS", draw.choice((3, 4, 64)))
         slots = draw.randint(1, 4), draw.randint(1, 4)
-        machine = Machine(seed, *slots, draw.choice((3, 4, 8)), draw.randint(0, 3), draw.randint(0, 1))
+        machine = Machine(seed, *slots, draw.choice((3, 4, 8)), draw.randint(0, 3), draw.randint(0, 1), damaged=0.03)
         try:
             for _ in range(draw.randint(60, 200)):
                 machine.event()

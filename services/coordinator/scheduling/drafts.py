@@ -91,9 +91,9 @@ class LayerAcceptance:
     def share(self) -> float:
         return self._accepted / self._trials
 
-    def measured(self, accepted: int, drafted: int) -> None:
-        """Note how many of a step's tokens from the layer were accepted. Those behind a wrong one tell nothing."""
-        for number in range(min(accepted + 1, drafted)):
+    def measured(self, accepted: int, judged: int) -> None:
+        """Note how many of a step's tokens from the layer were compared with the text, and how many were accepted."""
+        for number in range(judged):
             decay = 1 - 1 / COUNTED_TRIALS
             self._measured += 1
             self._trials = decay * self._trials + 1

@@ -305,8 +305,8 @@ class Workers:
 
     @property
     def can_draft(self) -> bool:
-        """True if the participants of a decode step compute the draft layer of a model that has one."""
-        return self._drafting.issuperset(self._decoders)
+        """True if all workers compute the draft layer of a model that has one: prompts need its keys and values too."""
+        return self._drafting.issuperset((*self._decoders, *({PREFILL} & self.ready.keys())))
 
     def is_ready(self, process: ProcessKey, numerics: str, *, drafts: bool = False) -> None:
         self.ready[process] = numerics

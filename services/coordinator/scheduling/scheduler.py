@@ -261,6 +261,9 @@ class Scheduler:
         step = self._step
         if step is None or not step.is_meant(event):
             return []
+        if step.drop_drafts(event):
+            self._builder.can_use_layer = False
+            return [Abandon()]
         sequences = step.sequences
         step.failed(event.process)
         refused = [
@@ -281,7 +284,7 @@ class Scheduler:
         if isinstance(message, Step) and len(step.sequences) == 1 and not self.throttle.share(now):
             number, at = self._last_decode
             if number == message.step - 1 and message.epoch == self.epoch:
-                by_layer = bool(message.draft_tokens)
+                by_layer = message.is_drafted
                 self._builder.step_times.measured(drafted, 1000 * (now - at), by_layer=by_layer)
             self._last_decode = message.step, now
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from neuronpipe.plans.plan.document import ACCELERATOR
 from neuronpipe.protocol.messages.worker import DRAFTED, Prefill, Step
@@ -30,6 +30,7 @@ class OutstandingStep:
     sequences: its sequences in the order of the logit rows; empty if all were refused
     drafted: the drafted tokens of its only sequence, which follow the newest one. Those that the draft layer predicts
         are known once all participants are done
+    judged_tokens: how many of them were compared with the sampled token: none behind a wrong one, or the text's end
     accepted_tokens: how many of them were accepted
     rows: the sequence of each row of logits that is read
     numerics: numerics of its participants
@@ -48,10 +49,10 @@ class OutstandingStep:
         self._states = states
         self.numerics = numerics
         self.sequences = sequences
-        self.drafted, self.accepted_tokens = drafted, 0
-        self.is_repeated = False  # an attempt before may have overwritten what the draft layer reads
+        self.drafted, self.judged_tokens, self.accepted_tokens = drafted, 0, 0
         self.rows = dict(enumerate(sequences * (1 + len(drafted))))
         self._done = False  # every participant was done before the epoch changed
+        self._undrafted_epoch = -1  # of the attempt whose drafted tokens were left out
         self._read = False
         self._void = False
         self._busy: set[ProcessKey] = set(action.processes)
@@ -87,7 +88,7 @@ class OutstandingStep:
         action = SendStep(participants, message)
         drafted = self.action.message.tokens[1:] if self.drafted else ()
         repeated = OutstandingStep(action, self.sequences, self.numerics, self._states, drafted)
-        repeated.death_weight, repeated.is_repeated = self.death_weight, True
+        repeated.death_weight = self.death_weight
         return repeated
 
     def put_off(self) -> None:
@@ -115,9 +116,23 @@ class OutstandingStep:
         self._busy.discard(event.process)
         self._void |= not event.done
         self._done = self.computed
-        if isinstance(self.action.message, Step) and self.action.message.draft_tokens and event.done:
+        if isinstance(self.action.message, Step) and self.action.message.is_drafted and event.done:
             self.drafted = event.drafted[: len(self.drafted)]
         add_cost(self._cost, {**event.counters, "answers": 1.0})
+
+    def drop_drafts(self, event: StepFailed) -> bool:
+        """Leave the tokens of the draft layer out if the attempt that has failed has any, so that the step can be sent
+        again: no text needs them. Return True if it had."""
+        message = self.action.message
+        if isinstance(message, Step) and message.is_drafted:
+            names = ("sequences", "positions", "tokens", "states_from", "states_to")
+            shorter = dataclasses.replace(message, **{name: getattr(message, name)[:1] for name in names})
+            self.action, self.drafted, self._undrafted_epoch = SendStep(self.action.processes, shorter), (), event.epoch
+        if self._undrafted_epoch != event.epoch:
+            return False
+        self._busy.discard(event.process)
+        self._void = True
+        return True
 
     def failed(self, process: ProcessKey) -> None:
         """Note that a participant cannot compute the step, and remove the sequences, whose requests are refused."""
@@ -168,6 +183,7 @@ class OutstandingStep:
             return True
         (sequence,) = self.sequences
         assert isinstance(sequence, Generation)
+        self.judged_tokens += 1
         if sequence.tokens[-1] != self.drafted[row - 1] or len(sequence.tokens) != sequence.computed_tokens + 1:
             return False
         sequence.advance(sequence.computed_tokens, 1, self.numerics, self._state_after(row))
@@ -193,19 +209,6 @@ class OutstandingStep:
                 add_cost(sequence.prefill_cost if isinstance(message, Prefill) else sequence.decode_cost, self._cost)
 
 
-class _Hidden(NamedTuple):
-    """The tokens whose last hidden states the last step has written.
-
-    step: number of the step
-    sequence: its only sequence; None: it had several
-    tokens: number of the sequence's tokens, up to the one before the newest
-    """
-
-    step: int
-    sequence: Sequence | None
-    tokens: int
-
-
 class StepBuilder:
     """The choice of the next step: prefill and decode in turn, scores in steps of their own.
 
@@ -215,6 +218,7 @@ class StepBuilder:
     states: the slots of recurrent states
     step_times: measured times of decode steps for one sequence
     steps: number of steps so far
+    can_use_layer: False once the draft layer could not be computed: a cluster of it is damaged
     undrafted_step: the number of a step that has no drafted tokens, since it may be on its way; 0: none
     """
 
@@ -231,7 +235,7 @@ class StepBuilder:
         self._prefill_turn = True
         self._score_turn = False
         self.step_times = StepTimes()
-        self._hidden = _Hidden(0, None, 0)
+        self.can_use_layer = limits.draft_layers > 0
         self.steps = self.undrafted_step = 0
 
     def next_step(
@@ -312,9 +316,6 @@ class StepBuilder:
             state_to=state_to,
             snapshot_tokens=tuple(snapshots),
             snapshot_slots=tuple(snapshots.values()),
-            draft_tokens=tuple(
-                sequence.tokens[first + 1 : first + 1 + len(chunk)] if self._has_layer(sequence) else ()
-            ),
         )
         return OutstandingStep(SendStep((PREFILL,), message), [sequence], numerics, self._states)
 
@@ -348,7 +349,7 @@ class StepBuilder:
         self, batch: list[Sequence], epoch: int, participants: Participants, read: Iterable[int]
     ) -> OutstandingStep:
         self.steps += 1
-        (drafted, read_by_layer), first = self._drafted(batch), batch[0]
+        drafted, first = self._drafted(batch), batch[0]
         states = self.states([(sequence.slot, sequence.state) for sequence in batch])
         if drafted and states:
             targets = self._states.draft_targets(first.slot, first.state, read)
@@ -366,37 +367,30 @@ class StepBuilder:
                 *range(first.computed_tokens + 1, first.computed_tokens + 1 + len(drafted)),
             ),
             tokens=(*(sequence.next_token for sequence in batch), *drafted),
-            draft_tokens=read_by_layer if drafted else (),
             **states,
         )
         numerics = self._workers.numerics_of(participants)
         return OutstandingStep(SendStep(participants, message), batch, numerics, self._states, drafted)
 
-    def _drafted(self, batch: list[Sequence]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the drafted tokens of the next decode step, and what the draft layer reads if it predicts them."""
+    def _drafted(self, batch: list[Sequence]) -> tuple[int, ...]:
+        """Return the drafted tokens of the next decode step; DRAFTED stands for each that the draft layer predicts."""
         (sequence, *others) = batch
         if others or not isinstance(sequence, Generation) or sequence.drafter is None or sequence.isolated:
-            return (), ()
+            return ()
         if self.steps == self.undrafted_step:
-            return (), ()
-        if drafted := sequence.drafter.draft(self._text_draft_tokens(sequence)):
-            return drafted, ()
-        if self._hidden.sequence is not sequence or self._hidden.step != self.steps - 1:
-            return (), ()
-        predicted = (DRAFTED,) * self._layer_draft_tokens(sequence)
-        return predicted, tuple(sequence.tokens[-self._hidden.tokens :])
+            return ()
+        drafted = sequence.drafter.draft(self._text_draft_tokens(sequence))
+        return drafted or (DRAFTED,) * self._layer_draft_tokens(sequence)
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Return True if the next step of a sequence that is alone may have drafted tokens."""
         return self._text_draft_tokens(sequence) > 0 or self._layer_draft_tokens(sequence) > 0
 
     def ended(self, step: OutstandingStep) -> None:
-        """Note what a step that generates tokens tells about drafts, once its tokens have been processed."""
+        """Note how many tokens of the draft layer were accepted, once a step's tokens have been processed."""
         message = step.action.message
-        if isinstance(message, Step) and message.draft_tokens and step.rows and not step.is_repeated:
-            self.step_times.acceptance.measured(step.accepted_tokens, len(step.drafted))
-        alone = step.sequences[0] if len(step.sequences) == 1 else None
-        self._hidden = _Hidden(message.step, alone, 1 + step.accepted_tokens)
+        if isinstance(message, Step) and message.is_drafted:
+            self.step_times.acceptance.measured(step.accepted_tokens, step.judged_tokens)
 
     def _text_draft_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens to draft from a text; 0 if that does not pay."""
@@ -406,15 +400,13 @@ class StepBuilder:
 
     def _layer_draft_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens the draft layer is to predict; 0 if that does not pay."""
-        if not isinstance(sequence, Generation) or not self._has_layer(sequence) or not self._workers.can_draft:
+        if not isinstance(sequence, Generation) or sequence.drafter is None or not self.can_use_layer:
+            return 0
+        if not self._workers.can_draft:
             return 0
         acceptance, max_tokens = self.step_times.acceptance, self._max_drafted(sequence)
         max_tokens = min(max_tokens, 1) if acceptance.is_assumed else max_tokens
         return self.step_times.best_draft_tokens(acceptance.share, max_tokens, by_layer=True)
-
-    def _has_layer(self, sequence: Sequence) -> bool:
-        """Return True if a draft layer may predict tokens of a sequence."""
-        return self._limits.draft_layers > 0 and isinstance(sequence, Generation) and sequence.drafter is not None
 
     def _max_drafted(self, sequence: Generation) -> int:
         return min(self._limits.draft_tokens, sequence.max_total_tokens - len(sequence.tokens) - 1)
