@@ -11,7 +11,10 @@ struct np_row_file {
     uint32_t alignment, row_bytes, rows;
     uint64_t offset;
     const uint32_t *checksums;
-    uint8_t *buffer; /* whole blocks that contain any row */
+    uint64_t buffer_bytes; /* whole blocks that contain any row */
+    uint8_t *buffers;      /* [NP_KEPT_ROWS][buffer_bytes] */
+    uint32_t kept[NP_KEPT_ROWS]; /* the row in each buffer, plus 1; 0: none */
+    uint32_t next;         /* the buffer that was filled least recently */
 };
 
 static uint64_t rounded_up(uint64_t bytes, uint64_t alignment)
@@ -34,8 +37,9 @@ np_row_file *np_row_file_open(const char *path, uint64_t offset, uint32_t row_by
         free(file);
         return NULL;
     }
-    file->buffer = aligned_alloc(NP_MAX_ALIGNMENT, rounded_up((uint64_t)row_bytes + NP_MAX_ALIGNMENT, NP_MAX_ALIGNMENT));
-    if (!file->buffer) {
+    file->buffer_bytes = rounded_up((uint64_t)row_bytes + NP_MAX_ALIGNMENT, NP_MAX_ALIGNMENT);
+    file->buffers = aligned_alloc(NP_MAX_ALIGNMENT, NP_KEPT_ROWS * file->buffer_bytes);
+    if (!file->buffers) {
         *error = ENOMEM;
         np_row_file_close(file);
         return NULL;
@@ -48,7 +52,7 @@ void np_row_file_close(np_row_file *file)
     if (!file)
         return;
     close(file->file);
-    free(file->buffer);
+    free(file->buffers);
     free(file);
 }
 
@@ -58,9 +62,14 @@ const uint8_t *np_row_file_read(np_row_file *file, uint32_t row)
         return NULL;
     const uint64_t from = file->offset + (uint64_t)row * file->row_bytes, start = from / file->alignment * file->alignment;
     const size_t end = (size_t)(from - start) + file->row_bytes, wanted = (size_t)rounded_up(end, file->alignment);
+    for (uint32_t n = 0; n < NP_KEPT_ROWS; n++)
+        if (file->kept[n] == row + 1)
+            return file->buffers + n * file->buffer_bytes + (from - start);
+    uint8_t *buffer = file->buffers + file->next * file->buffer_bytes;
     size_t done = 0;
+    file->kept[file->next] = 0;
     while (done < end) {
-        const ssize_t bytes = pread(file->file, file->buffer + done, wanted - done, (off_t)(start + done));
+        const ssize_t bytes = pread(file->file, buffer + done, wanted - done, (off_t)(start + done));
         if (bytes < 0 && errno == EINTR)
             continue;
         if (bytes <= 0)
@@ -71,8 +80,12 @@ const uint8_t *np_row_file_read(np_row_file *file, uint32_t row)
             return NULL; /* the file ends here */
         done = next;
     }
-    const uint8_t *bytes = file->buffer + (from - start);
-    return np_crc32c(0, bytes, file->row_bytes) == file->checksums[row] ? bytes : NULL;
+    const uint8_t *bytes = buffer + (from - start);
+    if (np_crc32c(0, bytes, file->row_bytes) != file->checksums[row])
+        return NULL;
+    file->kept[file->next] = row + 1;
+    file->next = (file->next + 1) % NP_KEPT_ROWS;
+    return bytes;
 }
 
 void np_row_checksums(const void *data, uint32_t row_bytes, uint32_t rows, uint32_t *checksums)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from neuronpipe.native import lib
 from neuronpipe.plans.activity.eviction_rule import whole_experts_of_token
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
@@ -226,8 +227,8 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     """Return the bytes of the participants' private memory.
 
     It has each token's vectors as kernels need them (in two types, since a predictor may need another one), results of
-    rows, attention scores, the state of a mixture's open clusters, the values that Down by output reads, and a row of
-    an embedding on flash.
+    rows, attention scores, the state of a mixture's open clusters, the values that Down by output reads, and rows of an
+    embedding on flash.
     """
     model, layout = manifest.model, manifest.layout
     max_width = max(
@@ -250,7 +251,7 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
         at_once += shape.workers * min(shape.step_tokens, OUTPUT_TOKENS)
         clusters_bytes += OUTPUT_VALUE_BYTES * layout.cluster_neurons * at_once
     participants = shape.workers + shape.prefill_threads
-    row_bytes = embedding_row_bytes(manifest) + 2 * PAGE_BYTES if shape.embedding_on_flash else 0
+    row_bytes = lib.NP_KEPT_ROWS * (embedding_row_bytes(manifest) + 2 * PAGE_BYTES) if shape.embedding_on_flash else 0
     scores_bytes = 4 * ATTEND_QUERIES * shape.context_tokens
     return tokens * token_bytes + clusters_bytes + participants * (row_bytes + scores_bytes)
 

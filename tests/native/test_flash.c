@@ -286,7 +286,12 @@ static void test_rows_of_a_matrix(void)
     REQUIRE(!np_row_file_read(rows, ROWS + 1)); /* no row of the matrix */
     checksums[3]++;
     REQUIRE(!np_row_file_read(rows, 3));
-    REQUIRE(np_row_file_read(rows, 4));
+    const uint8_t *fourth = np_row_file_read(rows, 4);
+    REQUIRE(fourth);
+    checksums[4]++;
+    for (uint32_t row = 5; row < 8; row++)
+        REQUIRE(np_row_file_read(rows, 4) == fourth && np_row_file_read(rows, row) != fourth); /* the last four are kept */
+    REQUIRE(np_row_file_read(rows, 8) && !np_row_file_read(rows, 4));
     np_row_file_close(rows);
     np_row_file_close(NULL);
     REQUIRE(!np_row_file_open("/nowhere/at/all", 0, ROW_BYTES, ROWS, checksums, &error));
