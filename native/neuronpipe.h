@@ -306,7 +306,8 @@ typedef struct np_row_file np_row_file;
 enum { NP_KEPT_ROWS = 4 }; /* a draft layer reads the rows of a decode step's tokens again */
 np_row_file *np_row_file_open(const char *path, uint64_t offset, uint32_t row_bytes, uint32_t rows, const uint32_t *checksums, int *error);
 void np_row_file_close(np_row_file *file);
-/* Read a row, unless it is one of the last NP_KEPT_ROWS that were read. The result is valid until the next call; NULL: the row cannot be read, or has another checksum. */
+/* Return a row; the last NP_KEPT_ROWS are not read again. It is valid until the next call; NULL: the row cannot be read,
+ * or has another checksum. */
 const uint8_t *np_row_file_read(np_row_file *file, uint32_t row);
 /* The CRC-32C of each of `rows` rows that follow each other. */
 void np_row_checksums(const void *data, uint32_t row_bytes, uint32_t rows, uint32_t *checksums);

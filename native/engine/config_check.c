@@ -96,7 +96,7 @@ static const char *invalid_state(const np_shape *s, const np_shared *shared, con
     FIRST_ERROR({"state_heads", has_state_sizes(s)},
                 {"gated_attention", !s->gated_attention || !(s->latent_width || p->external_products || p->offload_blocks)},
                 {"state_slots", s->state_elements ? p->state_slots > 0 && shared->states : 1},
-                {"external_products", !(s->convolution_tokens && (p->external_products || p->offload_blocks))});
+                {"external_products", !(s->state_elements && (p->external_products || p->offload_blocks))});
 }
 
 static const char *invalid_layout(const np_shape *s)

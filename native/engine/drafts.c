@@ -2,7 +2,8 @@
  * predicts the token after it. For further tokens it reads its own hidden state instead.
  *
  *   stage   work                              writes
- *   join    tokens, in even shares            queries: a token's normed embedding, then the normed hidden state
+ *   join    tokens: at a step's end in even   queries: a token's normed embedding, then the normed hidden state
+ *           shares, a draft's by one
  *   input   rows of draft_input, likewise     residual
  *   the stages of a layer, those of the logits
  *

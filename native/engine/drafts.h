@@ -5,7 +5,8 @@
 
 /* How many of a step's last tokens are to be drafted: those that are NP_DRAFTED. */
 uint32_t np_drafted_tokens(const np_step *step);
-/* True if this engine can draft the step's last tokens, all but the first one: its tokens are those of one sequence. */
+/* True if this engine can draft the tokens of a step: all but the first one, of one sequence, at consecutive positions
+ * from 1 or later on. */
 int np_drafts_fit(const np_engine *engine, const np_step *step);
 /* Draft the step's last tokens before the other layers, and make them tokens of the step. */
 int np_draft_tokens(np_engine *engine, const np_step *step);

@@ -100,7 +100,7 @@ struct np_engine {
     uint32_t offloaded_matrices;          /* NP_OFFLOAD_* bits */
     int32_t *sequence, *position, *token; /* [max_tokens] */
     int32_t *drafted;                     /* [max_tokens] the step's tokens from the draft layer */
-    np_run *runs;                         /* [max_tokens] the sequences of the step, if layers are recurrent */
+    np_run *runs;                         /* [max_tokens] the sequences of the step, if layers have a state */
     uint32_t run_count;
 
     /* scratch memory, private to this participant */

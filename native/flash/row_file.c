@@ -1,5 +1,5 @@
 /* Rows of a matrix that stay in a file and are read one at a time, around the page cache where the file system can: a
- * cached page would count as memory of the run. */
+ * cached page would count as memory of the run. The last rows are kept. */
 #include <errno.h>
 #include <stdlib.h>
 #include <unistd.h>

@@ -91,7 +91,7 @@ class RunShape:
 def with_drafts(manifest: Manifest, shape: RunShape, draft_tokens: int, limit_bytes: int) -> RunShape:
     """Return the shape with this many drafted tokens in a step.
 
-    If layers are recurrent, it gets the slots of their states, and drafts only if the limit has room for theirs.
+    If layers have states, it gets the slots of these, and drafts only if the limit has room for theirs.
     """
     if not manifest.model.all_state_elements:
         return dataclasses.replace(shape, draft_tokens=draft_tokens)

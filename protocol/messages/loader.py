@@ -90,7 +90,7 @@ class Save(Message):
     sequence: KV slot
     numerics: those of `Hello` in which they were computed
     tokens: from position 0 on, little-endian uint32
-    state_slots: if layers are recurrent, slots with states after some of these tokens
+    state_slots: if layers have a state, slots with states after some of these tokens
     state_tokens: after how many tokens each of these states is
     """
 
@@ -128,7 +128,7 @@ class Restore(Message):
     tokens: as in `Save`
     first: how many of them the slot has
     min_tokens: restore nothing if fewer are in the prompt cache
-    state_to: if layers are recurrent, the slot that receives the state; only as many tokens as a stored state has seen
+    state_to: if layers have a state, the slot that receives the state; only as many tokens as a stored state has seen
         are restored
     """
 

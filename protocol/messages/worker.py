@@ -29,8 +29,8 @@ class Step(Message):
     end_blocks: the block after its last one
     sequences: KV slot of each sequence
     positions: position of each token in its sequence, from 0
-    tokens: the input tokens, one for each sequence; all but the first may be -1: the draft layer of the model predicts
-        them before the step, and the participants write them to `drafted` of the exchange segment
+    tokens: the input tokens, one for each sequence. Either none or all but the first are -1: the draft layer of the
+        model predicts these before the step, and the participants write them to `drafted` of the exchange segment
     held_matrices: the matrices that the accelerator among the participants computes alone, out of "qkv",
         "attention_output" (both in every layer) and "output"
     states_from: if layers have a state, the slot of each sequence's state before its token, or -1 at position 0
@@ -59,6 +59,8 @@ class Step(Message):
             raise ValueError("states_from and states_to: expected the same length as tokens, or none")
         if not 0 < len(self.sequences) == len(self.positions) == len(self.tokens):
             raise ValueError("sequences, positions and tokens: expected the same length, at least 1")
+        if self.tokens[0] == DRAFTED or {DRAFTED} < {*self.tokens[1:]}:
+            raise ValueError("tokens: expected none that are drafted, or all but the first")
         if not 0 < len(self.participants) == len(self.first_blocks) == len(self.end_blocks):
             raise ValueError("participants, first_blocks and end_blocks: expected the same length, at least 1")
         if self.held_matrices and not any(name.startswith("accelerator.") for name in self.participants):

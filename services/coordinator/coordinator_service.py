@@ -235,14 +235,14 @@ class CoordinatorService:
                 ratings = message.ratings if isinstance(message, outcome.Prefilled) else ()
                 facts = message.counters, ratings, self._pipeline.drafted
                 self._handle(StepLeft(process.name, message.step, message.epoch, True, *facts))
-            case outcome.StepAbandoned():
+            case outcome.StepAbandoned() | outcome.StepFailed():
                 self._pipeline.answered_by_message(process.name)
                 self._processes.credits.give_back(peer)
-                self._handle(StepLeft(process.name, message.step, message.epoch, False))
-            case outcome.StepFailed():
-                self._pipeline.answered_by_message(process.name)
-                self._processes.credits.give_back(peer)
-                self._handle(StepFailed(process.name, message.step, message.epoch, message.message))
+                if isinstance(message, outcome.StepFailed):
+                    log.warning("%s cannot compute step %s: %s", peer, message.step, message.message)
+                    self._handle(StepFailed(process.name, message.step, message.epoch, message.message))
+                else:
+                    self._handle(StepLeft(process.name, message.step, message.epoch, False))
             case outcome.Reserved() | outcome.Released() | outcome.Saved() | outcome.Restored():
                 self._handle(event_of(message))
             case Drained():

@@ -81,7 +81,7 @@ class StepWork:
     logits_first, logits_count: the tokens whose logits are computed, into logit rows from 0 on
     ratings: scores to fill in place of logits, or None
     states_from, states_to: for each token two slots of its sequence's state, before and after the tokens that have the
-        same two; empty unless layers are recurrent
+        same two; empty unless layers have a state
     """
 
     number: int

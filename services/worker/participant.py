@@ -113,7 +113,7 @@ class EngineConfig:
     moved_scales: bool = False  # value slots hold the scales of their rows
     external_products: bool = False  # matrix products of layers are external
     product_blocks: int = 0  # blocks per external product
-    state_slots: int = 0  # of recurrent layers
+    state_slots: int = 0  # of layers that have a state
     offload_blocks: bool = False  # this participant's blocks are offloaded
 
 

@@ -21,10 +21,8 @@ RING_ENTRIES = 1024
 Ranges = list[tuple[int, int]]
 
 
-STATE_SLOTS, SNAPSHOT = (
-    5,
-    2,
-)  # two that steps read and write in turn, and those from SNAPSHOT on for states within a step
+STATE_SLOTS = 5  # two that steps read and write in turn, and those from SNAPSHOT on for states within a step
+SNAPSHOT = 2
 
 
 class Participants:
@@ -59,7 +57,7 @@ class Participants:
         self._entries = [lib.NP_ENTRY_PRESENT | np.arange(manifest.clusters, dtype=np.uint32) for _ in range(2)]
         self._arrivals = np.zeros(LINE_WORDS, np.uint32)
         states = (STATE_SLOTS, model.all_state_elements)
-        self.states = np.full(states, np.nan, np.float32) if model.is_recurrent else None
+        self.states = np.full(states, np.nan, np.float32) if model.all_state_elements else None
         shared: dict[str, Any] = {
             "fixed": self._tensors(predicts),
             "residual": np.zeros((tokens, model.width), np.float32),
@@ -113,7 +111,7 @@ class Participants:
     ) -> NDArray[np.float32]:
         """Logits after each token of a text from its start, computed in steps of `chunk` tokens. ranges: by the number
         of the step, the blocks of each that takes part, the first ones; all have all by default. multiply: who computes
-        the products of layers, where the config says outside. snapshot_after: a step also writes the last state slot
+        the products of layers, where the config says outside. snapshot_after: a step also writes the slot SNAPSHOT
         after so many of its tokens, if it has more."""
         logits = np.empty((len(tokens), self._model.vocabulary), np.float32)
         blocks = self._package.manifest.layout.blocks
@@ -169,7 +167,7 @@ class Participants:
 
     def _give_states(self, work: StepWork, number: int, snapshot_after: int = 0) -> None:
         """Let the steps of a text read and write the first two states in turn. number: of the step, from 0."""
-        if self._model.is_recurrent:
+        if self._model.all_state_elements:
             tokens, before, after = len(work.tokens), (number - 1) % 2 if number else lib.NP_NO_STATE, number % 2
             first = snapshot_after if snapshot_after < tokens else 0
             work.states_from = [before] * first + [SNAPSHOT if first else before] * (tokens - first)
@@ -205,7 +203,7 @@ class Participants:
             max_tokens=max_tokens,
             logit_rows=max_tokens,
             window_blocks=2,
-            state_slots=STATE_SLOTS if self._model.is_recurrent else 0,
+            state_slots=STATE_SLOTS if self._model.all_state_elements else 0,
             product_blocks=2,
             partial_tokens=max_tokens,
             spin_us=0,

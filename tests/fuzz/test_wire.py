@@ -75,7 +75,7 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
         blocks = (*fields["first_blocks"], 1)
         one = "accelerator.0" if fields["held_matrices"] else "decode.0"
         fields |= {"participants": (one,) * len(blocks), "first_blocks": blocks, "end_blocks": blocks}
-        fields["tokens"] = (*fields["tokens"][:-1], draw(st.sampled_from([DRAFTED, 1])))
+        fields["tokens"] = (1, *(draw(st.sampled_from([1, DRAFTED])),) * (len(fields["tokens"]) - 1))
         states = draw(st.sampled_from([(), fields["tokens"]]))
         fields["states_from"] = fields["states_to"] = states
     elif cls.__name__ == "Prefill":

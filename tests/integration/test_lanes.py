@@ -37,7 +37,7 @@ class Undecided(CoordinatorService):
         super().__init__(*arguments)
         builder = self._scheduler._builder
         builder.may_draft = lambda sequence: False
-        builder._drafted = lambda batch: (batch[0].drafter.draft(3) if batch[0].drafter else (), ())
+        builder._drafted = lambda batch: batch[0].drafter.draft(3) if batch[0].drafter else ()
 
 
 class ByMessages(DecodeService):

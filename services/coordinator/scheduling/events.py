@@ -73,7 +73,8 @@ class StepLeft:
 @frozen
 class StepFailed:
     """A participant cannot compute the step, for example because a bundle is damaged. The requests of its sequences are
-    refused; the run continues."""
+    refused, unless the draft layer predicts tokens in it: then the step is sent again without them. The run
+    continues."""
 
     process: ProcessKey
     step: int

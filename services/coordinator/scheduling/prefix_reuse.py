@@ -114,8 +114,8 @@ def longest_match(tokens: list[int], contents: Mapping[int, list[int]]) -> Match
 def usable_prefix(
     states: States, tokens: list[int], common: int, content: SlotContent, numerics: str
 ) -> tuple[int, int]:
-    """Return how many tokens of a slot with `common` tokens of a sequence can be reused, and the slot of the recurrent
-    state after them: fewer than `common` if layers are recurrent and only an earlier state exists.
+    """Return how many tokens of a slot with `common` tokens of a sequence can be reused, and the slot of the state
+    after them: fewer than `common` if layers have a state and only an earlier one exists.
 
     content: the content of the slot
     """

@@ -41,7 +41,7 @@ class States:
     """The state slots of a run. Pure: it decides on slots and touches no memory.
 
     sequences: number of KV slots
-    slots: number of state slots; 0: no layer is recurrent
+    slots: number of state slots; 0: no layer has a state
     draft_tokens: maximum of drafted tokens in a step, which is the number of draft slots
     """
 

@@ -262,8 +262,7 @@ class Scheduler:
         if step is None or not step.is_meant(event):
             return []
         if step.drop_drafts(event):
-            self._builder.can_use_layer = False
-            return [Abandon()]
+            return [Abandon()] if event.epoch == self.epoch else []
         sequences = step.sequences
         step.failed(event.process)
         refused = [

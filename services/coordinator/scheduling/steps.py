@@ -52,7 +52,7 @@ class OutstandingStep:
         self.drafted, self.judged_tokens, self.accepted_tokens = drafted, 0, 0
         self.rows = dict(enumerate(sequences * (1 + len(drafted))))
         self._done = False  # every participant was done before the epoch changed
-        self._undrafted_epoch = -1  # of the attempt whose drafted tokens were left out
+        self.undrafted_epoch = -1  # of the attempt whose drafted tokens were left out; -1: none
         self._read = False
         self._void = False
         self._busy: set[ProcessKey] = set(action.processes)
@@ -88,7 +88,7 @@ class OutstandingStep:
         action = SendStep(participants, message)
         drafted = self.action.message.tokens[1:] if self.drafted else ()
         repeated = OutstandingStep(action, self.sequences, self.numerics, self._states, drafted)
-        repeated.death_weight = self.death_weight
+        repeated.death_weight, repeated.undrafted_epoch = self.death_weight, self.undrafted_epoch
         return repeated
 
     def put_off(self) -> None:
@@ -127,8 +127,8 @@ class OutstandingStep:
         if isinstance(message, Step) and message.is_drafted:
             names = ("sequences", "positions", "tokens", "states_from", "states_to")
             shorter = dataclasses.replace(message, **{name: getattr(message, name)[:1] for name in names})
-            self.action, self.drafted, self._undrafted_epoch = SendStep(self.action.processes, shorter), (), event.epoch
-        if self._undrafted_epoch != event.epoch:
+            self.action, self.drafted, self.undrafted_epoch = SendStep(self.action.processes, shorter), (), event.epoch
+        if self.undrafted_epoch != event.epoch:
             return False
         self._busy.discard(event.process)
         self._void = True
@@ -218,7 +218,7 @@ class StepBuilder:
     states: the slots of recurrent states
     step_times: measured times of decode steps for one sequence
     steps: number of steps so far
-    can_use_layer: False once the draft layer could not be computed: a cluster of it is damaged
+    can_use_layer: False once a step could be computed only without the draft layer: a cluster of it is damaged
     undrafted_step: the number of a step that has no drafted tokens, since it may be on its way; 0: none
     """
 
@@ -387,8 +387,9 @@ class StepBuilder:
         return self._text_draft_tokens(sequence) > 0 or self._layer_draft_tokens(sequence) > 0
 
     def ended(self, step: OutstandingStep) -> None:
-        """Note how many tokens of the draft layer were accepted, once a step's tokens have been processed."""
+        """Note what a step tells about the draft layer, once its tokens have been processed."""
         message = step.action.message
+        self.can_use_layer &= step.undrafted_epoch < 0
         if isinstance(message, Step) and message.is_drafted:
             self.step_times.acceptance.measured(step.accepted_tokens, step.judged_tokens)
 

@@ -40,8 +40,8 @@ class OpenClBackend(OffloadBackend):
             return "opencl computes blocks of decode steps; write accelerator=opencl"
         if manifest.model.all_neurons_fire:
             return f"opencl computes activation functions of the ReLU kind; this model has {manifest.model.activation}"
-        if manifest.model.is_recurrent or manifest.model.gated_attention:
-            return "opencl does not compute recurrent layers and gated attention, which this model has"
+        if manifest.model.all_state_elements or manifest.model.gated_attention:
+            return "opencl computes neither recurrent layers, draft layers nor gated attention; this model has them"
         if manifest.model.latent_width:
             return "opencl does not compute attention with latents, which this model has"
         if manifest.model.norms_after or manifest.model.logit_cap:

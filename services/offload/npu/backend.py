@@ -114,8 +114,8 @@ def refusal(manifest: Manifest) -> str | None:
         return f"onnx needs a gate and one of {', '.join(ACTIVATIONS)} without a threshold; this model has {kind}"
     if model.router_bias or model.attention_sinks:
         return "onnx computes neither routers with biases nor attention sinks; this model has them"
-    if model.is_recurrent or model.gated_attention:
-        return "onnx does not compute recurrent layers and gated attention, which this model has"
+    if model.all_state_elements or model.gated_attention:
+        return "onnx computes neither recurrent layers, draft layers nor gated attention; this model has them"
     if model.latent_width:
         return "onnx does not compute attention with latents, which this model has"
     if model.do_heads_differ or model.value_norm:
