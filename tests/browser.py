@@ -123,6 +123,10 @@ class Page:
     def open(self) -> Page:
         """Load it, and wait until it shows what it has kept."""
         self.browser.get(f"http://127.0.0.1:{self.server.port}/")
+        return self.shown()
+
+    def shown(self) -> Page:
+        """Wait until it shows what it has kept."""
         ready = "const list = document.getElementById('messages'); return list && !list.hasAttribute('aria-busy')"
         assert self.eventually(lambda: self.browser.execute_script(ready))
         return self

@@ -67,8 +67,9 @@ def test_stop_ends_the_generation(page: Page) -> None:
 
 def test_a_reload_ends_the_generation_and_keeps_the_conversation(page: Page) -> None:
     page.ask("def fibonacci(n):", 400)
-    page.act_as_an_answer_begins("setTimeout(() => location.reload())")
-    page.open()
+    page.act_as_an_answer_begins("null")
+    page.browser.refresh()  # Chromium 150's driver hangs if a page is opened while it reloads itself
+    page.shown()
     assert page.asked == ["def fibonacci(n):"]
     assert page.answers[0][1] == "stopped"
     assert page.eventually(lambda: page.server.run.status().sequences_active == 0)
