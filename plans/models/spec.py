@@ -325,8 +325,8 @@ class ModelSpec(AttentionSizes, ExpertNumbers, LayerProperties):
             self._require(field, not (getattr(self, field) and self.latent_width), "not supported with latents")
         drafts = kinds[-1].mixer == "attention" and kinds[-1].feed_forward and self.text_layers > 0
         drafts = drafts and self.positions == "rotary" and not kinds[-1].window_tokens
-        needed = "needs a last layer with rotary attention to all tokens"
-        self._require("draft_layers", drafts or not self.draft_layers, needed)
+        requirement = "needs a last layer with rotary attention to all tokens"
+        self._require("draft_layers", drafts or not self.draft_layers, requirement)
 
     def _require_routing(self) -> None:
         for field in ("router_bias", "choosing_bias", "shared_gate", "router_norm", "expert_scales", "branch_norms"):
