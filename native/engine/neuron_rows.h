@@ -66,6 +66,14 @@ static inline void dot_listed(np_engine *engine, const np_matrix_place *matrix, 
                   x->prepared + lot.first * x->stride, x->stride, lot.count, engine->rows + lot.first * engine->max_rows, engine->max_rows);
 }
 
+/* Multiply the listed rows of one matrix with all tokens of the group, by a panel. */
+static inline void dot_panel(np_engine *engine, const np_matrix_place *matrix)
+{
+    const np_row_list *list = &engine->list;
+    np_dot_panel(matrix->type, list->quants, list->scales, list->count, engine->shape.width, engine->inputs->panel, engine->group->count, NULL,
+                 engine->rows, engine->max_rows);
+}
+
 static inline float product_of(const np_engine *engine, uint32_t r, uint32_t t)
 {
     return engine->rows[t * engine->max_rows + r];

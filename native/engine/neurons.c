@@ -79,9 +79,9 @@ static uint32_t fired_for(np_engine *engine, uint32_t neuron, token_lot lot)
     return fired;
 }
 
-/* List the up rows of fired neurons whose value parts are present. Their down rows, needed next, are fetched with
- * them. */
-static void list_ups(np_engine *engine, token_lot lot)
+/* List the up rows of fired neurons whose value parts are present; with `all` also those of neurons that fired for no
+ * token of the lot. Their down rows, needed next, are fetched with them. */
+static void list_ups(np_engine *engine, token_lot lot, int all)
 {
     const np_shape *s = &engine->shape;
     const uint32_t n = s->cluster_neurons;
@@ -96,7 +96,7 @@ static void list_ups(np_engine *engine, token_lot lot)
         const uint8_t *downs = quants_of(engine, &s->down, cluster);
         for (uint32_t i = 0; i < n; i++) {
             const uint32_t tokens = fired_for(engine, cluster * n + i, lot);
-            if (!tokens)
+            if (!tokens && !all)
                 continue;
             engine->list.prefetch[engine->list.count] = downs + i * down_bytes;
             list_row(engine, quants + i * quant_bytes, scales + i * scale_bytes, cluster * n + i, tokens);
@@ -110,8 +110,12 @@ static void multiply_by_ups(np_engine *engine, token_lot lot)
     const np_shape *s = &engine->shape;
     const np_fetch fetch = {.prefetch = engine->list.prefetch, .prefetch_bytes = np_row_quant_bytes(engine, &s->down)};
     const float *bias = np_bias_of(engine, engine->fixed.layers[engine->layer].up_bias, s->neurons);
-    list_ups(engine, lot);
-    dot_listed(engine, &s->up, lot, engine->group->count < NP_PANEL_TOKENS ? &fetch : NULL);
+    const int in_panel = engine->group->count >= NP_PANEL_TOKENS && np_all_neurons_fire(engine, engine->layer);
+    list_ups(engine, lot, in_panel);
+    if (!in_panel)
+        dot_listed(engine, &s->up, lot, engine->group->count < NP_PANEL_TOKENS ? &fetch : NULL);
+    else if (lot.first == 0)
+        dot_panel(engine, &s->up);
     for (uint32_t r = 0; r < engine->list.count; r++)
         for (uint32_t tokens = engine->list.token_masks[r]; tokens;) {
             const uint32_t t = lot.first + pop_token(&tokens), neuron = engine->list.neurons[r];

@@ -127,14 +127,6 @@ static size_t scale_bytes_of_neuron(const np_engine *engine)
     return s->cluster_neurons <= 2 && np_predictor_decides(engine) && scale_bytes ? s->slot_bytes[NP_TRIGGER] - trigger->scales - other_neurons : 0;
 }
 
-/* Multiply the listed rows with all tokens, by a panel. */
-static void dot_panel(np_engine *engine)
-{
-    const np_row_list *list = &engine->list;
-    np_dot_panel(trigger_of(engine)->type, list->quants, list->scales, list->count, engine->shape.width, engine->inputs->panel,
-                 engine->group->count, NULL, engine->rows, engine->max_rows);
-}
-
 void np_compute_triggers(np_engine *engine, np_range clusters)
 {
     const np_shape *s = &engine->shape;
@@ -150,7 +142,7 @@ void np_compute_triggers(np_engine *engine, np_range clusters)
         if (!in_panel)
             dot_listed(engine, trigger_of(engine), lot, engine->group->count < NP_PANEL_TOKENS ? &fetch : NULL);
         else if (lot.first == 0)
-            dot_panel(engine);
+            dot_panel(engine, trigger_of(engine));
         store_triggers(engine, lot);
     }
     for (uint32_t o = 0; o < engine->open_count; o++)
