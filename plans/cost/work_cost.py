@@ -124,7 +124,7 @@ class WorkCost:
         return (barriers * self.profile.barrier_us(self.workers) + self.profile.message_us(self.workers)) / 1e3
 
     # ---- prefill ---------------------------------------------------------------------------------------------
-    def panel_ms(self, tokens: int, weights: float, of: Literal["mixers", "gates", "values"]) -> float:
+    def panel_ms(self, tokens: int, weights: float, of: Literal["mixers", "gates", "ups", "values"]) -> float:
         """Return the time to multiply weights by the vectors of `tokens` tokens.
 
         weights: number of weights
@@ -132,6 +132,8 @@ class WorkCost:
         """
         if of == "gates":
             return tokens * weights * self._panel_ms(tokens, self._gate_rows)
+        if of == "ups":
+            return tokens * weights * self._panel_ms(tokens, self._rows(self._value_shares[0][0]))
         parts = self._value_shares if of == "values" else self._mixer_shares.items()
         return tokens * weights * sum(part * self._panel_ms(tokens, self._rows(name)) for name, part in parts)
 
@@ -155,6 +157,12 @@ class WorkCost:
 
         each_s = self._measured(seconds_per_weight)
         return 1e3 * token_weights * (each_s or 1 / (self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S))
+
+    def reused_downs_ms(self, token_weights: float) -> float:
+        """Return the time of a prompt's Down rows if all neurons are active for every token."""
+        rows = self._rows(self._value_shares[1][0])
+        speed = self._measured(lambda profile: profile.reused_token_weights_per_s("downs", self.workers, 1.0, **rows))
+        return 1e3 * token_weights / (speed or self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S)
 
     def attention_ms(self, products: float) -> float:
         """Return the time of a prompt's attention, with f16 rows that the token before has left in the cache.

@@ -37,6 +37,7 @@ SHAPES: tuple[tuple[Quantization, int], ...] = (
 )
 SHARES = (0.1, 0.5)
 ALL_FIRE = 1.0  # rows that lie one behind the other are read up to 1.4 times as fast as half of them
+DOWN_TOKENS = 16  # whose Down rows the engine adds together
 FEW_TOKENS = 8  # the engine packs panels from 16 tokens on
 PANEL_TOKENS = (FEW_TOKENS, 16, 64, 512)
 BRIEF_PANEL_TOKENS = (FEW_TOKENS, 64, 512)
@@ -82,7 +83,7 @@ def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case
         ("matrix", (1.0,)),
         ("exact", (*SHARES, ALL_FIRE)),
         ("predicted", SHARES),
-        ("reused", SHARES),
+        ("reused", (*SHARES, ALL_FIRE)),
         ("panel", PANEL_TOKENS),
     )
     return tuple(
@@ -121,6 +122,7 @@ def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
         "matrix": (1.0,),
         "panel": tuple(map(float, BRIEF_PANEL_TOKENS)),
         "exact": shares,
+        "reused": shares[-1:],
     }
     return (
         *(
@@ -143,7 +145,7 @@ def kernel_cases_of_all(manifests: Iterable[Manifest]) -> tuple[Case, ...]:
             continue
         if case.quantization == "f16":
             cases[shared] = None
-        elif case.kind in ("matrix", "exact", "panel"):
+        elif case.kind in ("matrix", "exact", "panel") or case.amount == ALL_FIRE:
             cases[dataclasses.replace(shared, row_weights=SHARED_ROW_WEIGHTS)] = None
     return tuple(cases)
 
@@ -293,7 +295,8 @@ class _Bench:
         return calls
 
     def _reused(self, neurons: Neurons, share: float) -> Calls:
-        dot, add = self._dot(neurons), self._add(neurons)
+        tokens = DOWN_TOKENS if share == ALL_FIRE else 1  # those with the same active neurons are added together
+        dot, add = self._dot(neurons), self._add(neurons, tokens)
         lists = [
             (neurons.rows(1, sample), neurons.rows(2, sample))
             for sample in (neurons.sample_block(block, share, 0) for block in range(min(neurons.blocks, 8)))
@@ -302,10 +305,11 @@ class _Bench:
         def calls(block: int) -> Iterator[tuple[int, float, int]]:
             ups, downs = lists[block % len(lists)]
             for repetition in range(4):  # the first loads the rows into the cache
-                times_ns = dot(ups, ffi.NULL), add(downs)
+                weights = ups.count * neurons.row_weights
+                times_ns = (weights, dot(ups, ffi.NULL)), (tokens * weights, add(downs))
                 if repetition:
-                    for number, ns in enumerate(times_ns):
-                        yield number, ups.count * neurons.row_weights, ns
+                    for number, (token_weights, ns) in enumerate(times_ns):
+                        yield number, token_weights, ns
 
         return calls
 
@@ -363,13 +367,14 @@ class _Bench:
 
         return timed
 
-    def _add(self, neurons: Neurons) -> Callable[[Rows], int]:
-        factors = ffi.new("float[]", [1e-3 * (n % 17) for n in range(neurons.block_neurons)])
-        out, clock, add = ffi.new("float[]", neurons.row_weights), time.perf_counter_ns, lib.np_add_rows
+    def _add(self, neurons: Neurons, tokens: int = 1) -> Callable[[Rows], int]:
+        block, n = neurons.block_neurons, neurons.row_weights
+        factors = ffi.new("float[]", [1e-3 * (number % 17) for number in range(tokens * block)])
+        out, clock, add = ffi.new("float[]", tokens * n), time.perf_counter_ns, lib.np_add_rows_for_tokens
 
         def timed(rows: Rows) -> int:
             began = clock()
-            add(neurons.type, rows.quants, rows.scales, factors, rows.count, neurons.row_weights, out)
+            add(neurons.type, rows.quants, rows.scales, factors, block, rows.count, tokens, n, out, n)
             return clock() - began
 
         return timed
