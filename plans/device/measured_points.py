@@ -108,7 +108,8 @@ class PanelPoint:
 class ReusedPoint:
     """Speed of prefill's products with value rows, of all workers together: tokens x weights per second.
 
-    The rows are still in the processor's cache, since the previous token used them.
+    The rows are still in the processor's cache, since the previous token used them. With a share of 1, Downs are added
+    for several tokens at once.
     """
 
     kind: ReusedKind

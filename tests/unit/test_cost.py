@@ -11,7 +11,8 @@ from neuronpipe.plans.cost import prompt_time as prompts
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.prompt_time import between_products_ms, products_ms
 from neuronpipe.plans.cost.work_cost import ASSUMED_STEP_FACTOR, ASSUMED_STEP_FACTOR_OF_ONE, WorkCost
-from neuronpipe.plans.device.measured_points import DecodeKind
+from neuronpipe.plans.device.measured_figures import Figure
+from neuronpipe.plans.device.measured_points import DecodeKind, ReusedKind, ReusedPoint
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.lab.shapes.models import model_named
 from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
@@ -119,3 +120,19 @@ def test_a_prompt_whose_experts_meet_few_tokens_is_longer() -> None:
     model = manifest_of_shape(model_named("olmoe-7b"))
     of, firing = cost(machine().profile, model), rates(model, "exact")
     assert products_ms(model, firing, of, 64) / 64 > 1.4 * products_ms(model, firing, of, 512) / 512
+
+
+def test_attention_of_a_prompt_takes_the_time_of_single_tokens() -> None:
+    """A profile also has Downs that are added for several tokens at once, where all neurons are active."""
+
+    def point(kind: ReusedKind, share: float, speed: float) -> ReusedPoint:
+        place: dict[str, Any] = {"quantization": "f16", "row_weights": 4096, "workers": 2, "core": None}
+        return ReusedPoint(kind=kind, share=share, token_weights_per_s=Figure(median=speed, spread=0.0), **place)
+
+    both: tuple[ReusedKind, ...] = ("ups", "downs")
+    of_single = tuple(point(kind, 0.5, 4e10) for kind in both)
+    profiles = [
+        dataclasses.replace(profile(), reused=reused)
+        for reused in (of_single, (*of_single, *(point(kind, 1.0, 9e10) for kind in both)))
+    ]
+    assert [cost(of).attention_ms(4e7) for of in profiles] == pytest.approx([1.0, 1.0])
