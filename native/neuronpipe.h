@@ -698,7 +698,7 @@ typedef struct {
     uint32_t cluster_neurons, clusters, block_neurons, blocks; /* per layer and expert */
     uint32_t slot_bytes[2];         /* by part */
     np_matrix_place gate, up, down; /* the first existing one is in the trigger part, the others in the value part */
-    int32_t down_by_output;         /* 1: down has a row of `neurons` weights per output; needs a gate, and an expert that is one cluster. 0: a row per neuron */
+    int32_t down_by_output;         /* 1: down has a row of `neurons` weights per output; needs a gate, and an expert that is one cluster. The slices of a dense layer are experts that compute every token. 0: a row per neuron */
     uint32_t predictor_rank;        /* the greatest rank of all predictors; 0: no predictor, all triggers are computed */
     int32_t predictor_type;
     int32_t predictor_relu;         /* 1: negative elements of rank vectors are set to zero */

@@ -43,7 +43,7 @@ the nearest average."""
 class Recipe:
     """The quantizations of the matrices that often need more bits than the rest of the package.
 
-    down: quantization of Down, which is stored by neuron, so that its groups cross those of most sources
+    down: quantization of Down, unless a package stores it by output in the encoding of its source
     ends: quantization of the output matrix, through which every token passes, and of an embedding that is the same
     """
 

@@ -58,7 +58,7 @@ static const char *invalid_size(const np_shape *s)
     FIRST_ERROR({"width", s->type != NP_Q3 && np_quant_bytes(s->type, s->width) > 0},
                 {"layers", s->layers > 0},
                 {"experts_per_token", s->experts_per_token <= s->experts},
-                {"chosen_per_token", s->chosen_per_token <= s->experts_per_token && (s->experts > 1) == (s->chosen_per_token > 0)},
+                {"chosen_per_token", s->chosen_per_token <= s->experts_per_token && (s->experts > 1 || !s->chosen_per_token)},
                 {"groups_per_token", s->groups_per_token <= s->router_groups},
                 {"norm_after_rotation", !s->norm_after_rotation || s->head_norm},
                 {"joint_norm", !(s->joint_norm && s->head_norm)},
@@ -266,7 +266,7 @@ static const char *invalid_experts(const np_shape *s, const np_fixed *fixed)
             return "first_ffn";
         if ((!l->experts && (s->parallel || l->mixer == NP_MIXER_NONE)) || l->experts > s->experts || (s->experts == 1 && routed))
             return "experts";
-        if (routed > l->experts || always + (routed ? s->chosen_per_token : 0) > s->experts_per_token)
+        if (routed > l->experts || (routed && !s->chosen_per_token) || always + (routed ? s->chosen_per_token : 0) > s->experts_per_token)
             return "routed_experts";
         if (routed && (!l->router || routed % s->router_groups || (s->router_groups > 1 && routed == s->router_groups) ||
                        (uint64_t)s->groups_per_token * (routed / s->router_groups) < s->chosen_per_token))

@@ -1,5 +1,5 @@
-/* Experts whose down matrix has a row per output. Such an expert is one cluster and one block, and participants share
- * its work: they claim pieces of its neurons and, after a barrier, pieces of its outputs. */
+/* Experts, or slices of a dense model, whose down matrix has a row per output. Such an expert is one cluster and one
+ * block, and participants share its work: they claim pieces of its neurons and, after a barrier, pieces of its outputs. */
 #ifndef NP_EXPERTS_H
 #define NP_EXPERTS_H
 #include "engine/engine.h"

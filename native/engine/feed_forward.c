@@ -92,6 +92,7 @@ static void open_layer(np_engine *engine)
     publish_window(engine, (np_range){0, engine->fixed.layers[engine->layer].experts}, (np_range){0, engine->shape.clusters});
     engine->window = engine->blocks;
     engine->opened_groups = 0;
+    np_prefetch_next_window(engine, engine->window.from);
 }
 
 /* ---- blocks ----------------------------------------------------------------------------------------------------- */
@@ -162,19 +163,7 @@ static int finish_pending(np_engine *engine, int (*step)(np_engine *, uint32_t))
 }
 
 /* ---- windows ---------------------------------------------------------------------------------------------------- */
-/* Prefetch a dense model's next window, which may be the next layer's first. */
-static void prefetch_next_window(np_engine *engine)
-{
-    const np_range blocks = engine->blocks;
-    const uint32_t end = engine->window.to, width = engine->config.window_blocks;
-    const uint32_t layer = end < blocks.to ? engine->layer : engine->layer + 1, next = end < blocks.to ? end : blocks.from;
-    if (layer < engine->end_layer)
-        np_request_ahead(engine, layer, 0, (np_range){next, blocks.to - next < width ? blocks.to : next + width}, np_parts_ahead(engine, layer, engine->group->count),
-                     NP_REQUEST_PREFETCH);
-}
-
-/* Open the current group's window that contains `block`. The participant that claimed the window's first block
- * prefetches the next window. */
+/* Open the current group's window that contains `block`, which this participant claimed. */
 static void open_window(np_engine *engine, uint32_t block)
 {
     const np_range blocks = engine->blocks;
@@ -185,8 +174,7 @@ static void open_window(np_engine *engine, uint32_t block)
     engine->window = (np_range){first, end};
     publish_window(engine, (np_range){expert, expert + 1}, clusters);
     reset_clusters(engine, clusters);
-    if (engine->config.prefetch && !np_predictor_decides(engine) && engine->shape.experts == 1 && block == first)
-        prefetch_next_window(engine);
+    np_prefetch_next_window(engine, block);
 }
 
 /* ---- windows of the row reader ------------------------------------------------------------------------------------ */

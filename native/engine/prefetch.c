@@ -1,4 +1,5 @@
-/* Requests ahead of need, by the experts that a router has chosen or will probably choose.
+/* Requests ahead of need: of a dense model's next window, and by the experts that a router has chosen or will probably
+ * choose.
  *
  * A router that reads the feed-forward's input names its experts only when their weights are needed. Its values for the
  * residual stream before attention name most of them earlier. These likely experts are prefetched speculatively, while
@@ -17,6 +18,39 @@ enum {
     MAX_COUNTED = 2048, /* from so many on, all counts are halved, so that recent steps weigh more */
     TRIAL_STEPS = 32,   /* in layers that are mostly wrong, one step of so many prefetches again */
 };
+
+/* ---- dense models ------------------------------------------------------------------------------------------------- */
+/* Prefetch as many slices as a window has, from this one of the current layer on. Each sharer requests some of them. */
+static void prefetch_slices(np_engine *engine, uint32_t slice)
+{
+    uint32_t layer = engine->layer;
+    for (uint32_t n = 0; n < engine->config.window_blocks && n < engine->shape.experts; n++, slice++) {
+        for (; layer < engine->end_layer && slice >= engine->fixed.layers[layer].experts; layer++)
+            slice = 0;
+        if (layer == engine->end_layer)
+            return;
+        if (n % engine->sharers == engine->sharer)
+            np_request_ahead(engine, layer, slice, engine->blocks, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, NP_REQUEST_PREFETCH);
+    }
+}
+
+void np_prefetch_next_window(np_engine *engine, uint32_t block)
+{
+    const np_range blocks = engine->blocks;
+    const uint32_t end = engine->window.to, width = engine->config.window_blocks;
+    if (!engine->config.prefetch || np_predictor_decides(engine) || engine->shape.chosen_per_token)
+        return;
+    if (np_has_slices(&engine->shape)) {
+        prefetch_slices(engine, engine->is_layer_open ? engine->shape.experts : engine->group->expert + 1);
+        return;
+    }
+    if (block != engine->window.from)
+        return;
+    const uint32_t layer = end < blocks.to ? engine->layer : engine->layer + 1, next = end < blocks.to ? end : blocks.from;
+    if (layer < engine->end_layer)
+        np_request_ahead(engine, layer, 0, (np_range){next, blocks.to - next < width ? blocks.to : next + width},
+                         np_parts_ahead(engine, layer, engine->group->count), NP_REQUEST_PREFETCH);
+}
 
 /* ---- chosen experts ---------------------------------------------------------------------------------------------- */
 /* Prefetch the clusters of all chosen experts that were not requested before. Each sharer requests those of some
@@ -37,7 +71,7 @@ static void prefetch_groups(np_engine *engine, uint32_t layer)
 static void prefetch_always_active(np_engine *engine, uint32_t layer)
 {
     const np_layer *l = &engine->fixed.layers[layer];
-    if (engine->shape.experts == 1 || !engine->config.prefetch || np_predictor_decides(engine) || engine->config.external_products)
+    if (!engine->shape.chosen_per_token || !engine->config.prefetch || np_predictor_decides(engine) || engine->config.external_products)
         return;
     for (uint32_t expert = l->routed_experts + engine->sharer; expert < l->experts; expert += engine->sharers)
         np_request_ahead(engine, layer, expert, engine->blocks, np_parts_ahead(engine, layer, engine->count), NP_REQUEST_PREFETCH);

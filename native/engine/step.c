@@ -41,12 +41,12 @@ static int may_score_tokens(const np_engine *engine, const np_step *step)
 int np_begin_step(np_engine *engine, const np_step *step)
 {
     const np_shape *s = &engine->shape;
-    const uint32_t count = step->count;
+    const uint32_t count = step->count, blocks = np_has_slices(s) ? s->experts : s->blocks;
     if (!count || count > engine->config.max_tokens || step->logits_first > count || step->logits_count > count - step->logits_first ||
         step->logits_count > engine->config.logit_rows)
         return NP_E_ARGUMENT;
     if (step->participant >= step->participants || step->sharer >= step->sharers || step->sharers > step->participants ||
-        step->first_block > step->end_block || step->end_block > s->blocks || step->offloaded_blocks > s->blocks)
+        step->first_block > step->end_block || step->end_block > blocks || step->offloaded_blocks > s->blocks)
         return NP_E_ARGUMENT;
     if (step->offloaded_matrices && !may_offload_matrices(engine, step))
         return NP_E_ARGUMENT;
@@ -54,7 +54,7 @@ int np_begin_step(np_engine *engine, const np_step *step)
         return NP_E_ARGUMENT;
     if (!engine->config.offload_blocks && step->first_block < step->end_block && step->first_block < step->offloaded_blocks)
         return NP_E_ARGUMENT; /* its block sums would overwrite those of the offloaded blocks */
-    if (!engine->config.pipeline && step->end_block - step->first_block != s->blocks)
+    if (!engine->config.pipeline && step->end_block - step->first_block != blocks)
         return NP_E_ARGUMENT; /* without a pipeline all participants go through the same windows, with barriers between them */
     const uint32_t drafted = np_drafted_tokens(step);
     if (drafted && !np_drafts_fit(engine, step))
@@ -70,7 +70,8 @@ int np_begin_step(np_engine *engine, const np_step *step)
     engine->epoch = step->epoch;
     engine->participants = step->participants;
     engine->participant = step->participant;
-    engine->blocks = (np_range){step->first_block, step->end_block};
+    /* Participants share the pieces of every slice, so each has the only block of all of them or none. */
+    engine->blocks = np_has_slices(s) ? (np_range){0, step->first_block < step->end_block} : (np_range){step->first_block, step->end_block};
     engine->offloaded_blocks = step->offloaded_blocks;
     engine->offloaded_matrices = step->offloaded_matrices;
     engine->sharers = step->sharers;

@@ -23,8 +23,10 @@ def whole_experts_of_token(manifest: Manifest, mode: ProfileMode) -> int:
     """Return how many experts a token uses with all of their clusters; 0 if it uses single clusters of them, or if it
     chooses few."""
     model = manifest.model
-    chooses_many = model.experts > 1 and model.most_active_experts >= MIN_ACTIVE_EXPERTS
-    return model.active_ffns if manifest.layout.down_by_output or (mode == "exact" and chooses_many) else 0
+    if model.experts == 1:
+        return 0
+    chooses_many = mode == "exact" and model.most_active_experts >= MIN_ACTIVE_EXPERTS
+    return model.active_ffns if manifest.layout.down_by_output or chooses_many else 0
 
 
 def whole_experts_by_part(manifest: Manifest, mode: ProfileMode, *, reads_whole: bool) -> tuple[int, int]:

@@ -166,9 +166,9 @@ class Work:
         quantizations = {matrix: self.manifest.row_quantization(matrix) for matrix in rows_of}
         importance = {matrix: self._importance_of(name) for matrix, name in self._ffn(layer, expert).items()}
         if self.manifest.layout.down_by_output:
-            self.writer.neurons(
-                *(self._whole(name, quantizations[name], matrix, importance[name]) for name, matrix in rows_of.items())
-            )
+            slices = (self._slices(name, quantizations[name], rows_of[name], importance[name]) for name in rows_of)
+            for of_slice in zip(*slices, strict=True):
+                self.writer.neurons(*of_slice)
             return
         importance["down"] = None  # all weights of a neuron's row have the same input
         if self.checkpoint.down_by_neuron:
@@ -197,11 +197,37 @@ class Work:
                 )
                 written += len(rows)
 
-    def _whole(self, kind: str, quantization: Quantization, matrix: StoredMatrix, importance: ByColumn | None) -> Rows:
-        """Return all rows of a matrix, which is read at once."""
-        every = np.arange(matrix.rows)
-        stored = matrix.stored(every)
-        blocks = [stored[rows] for rows in _blocks(every, matrix.columns)]
+    def _slices(
+        self, kind: str, quantization: Quantization, matrix: StoredMatrix, importance: ByColumn | None
+    ) -> Iterator[Rows]:
+        """Yield the encoded rows of a matrix for each slice of its feed-forward: some rows, or of Down some columns."""
+        layout, neurons = self.manifest.layout, self.manifest.layout.cluster_neurons
+        if kind != "down":
+            for start in range(0, matrix.rows, neurons):
+                stored = matrix.stored(np.arange(start, start + neurons))
+                yield self._whole(kind, quantization, matrix, stored, importance)
+            return
+        slab = max(1, self._slab_bytes // (4 * matrix.rows * neurons))
+        for first in range(0, layout.slices, slab):
+            count = min(slab, layout.slices - first)
+            part = matrix if count == layout.slices else matrix.column_part(first * neurons, count * neurons)
+            blocks = [part.stored(rows) for rows in _blocks(np.arange(part.rows), part.columns)]
+            stored = np.concatenate(blocks).reshape(part.rows, count, -1)
+            for number in range(count):
+                columns = slice((first + number) * neurons, (first + number + 1) * neurons)
+                of_columns = None if importance is None else importance[columns]
+                yield self._whole(kind, quantization, part, stored[:, number], of_columns)
+
+    def _whole(
+        self,
+        kind: str,
+        quantization: Quantization,
+        matrix: StoredMatrix,
+        stored: NDArray[np.uint8],
+        importance: ByColumn | None,
+    ) -> Rows:
+        """Return stored rows of a matrix, encoded block by block."""
+        blocks = [np.ascontiguousarray(stored[rows]) for rows in _blocks(np.arange(len(stored)), matrix.columns)]
         encoded = [self._encoded(kind, quantization, matrix, block, importance) for block in blocks]
         return Rows(*map(np.concatenate, zip(*encoded, strict=True)))
 

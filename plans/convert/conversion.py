@@ -42,7 +42,7 @@ from neuronpipe.plans.package.manifest import (
     Predictor,
     package_rank,
 )
-from neuronpipe.plans.package.model_layout import layout_of_model, stores_whole_experts
+from neuronpipe.plans.package.model_layout import layout_of_model, slices_of_model
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices, row_lengths
 from neuronpipe.plans.package.writer import PackageWriter, package_bytes
@@ -122,7 +122,7 @@ def convert(
     quantization: a number selects the quantization whose package is nearest to that many bits per weight; None selects
         it by the encodings of the source
     gates: "q3", in a package of q4; None: as the package
-    by_neuron: store experts neuron by neuron, as thresholded mode needs them, also if all neurons fire
+    by_neuron: store feed-forwards neuron by neuron, as thresholded mode needs them, also if all neurons fire
     activation, tokenizer, context_tokens, chat_template, name: override the source
     frequencies: a .npy file of firing shares [layers, experts, neurons], by which neurons are ordered, hot first
     predictor: convert the source's predictors, if it has any
@@ -181,7 +181,7 @@ class Conversion:
         experts: ExpertsInPlace | None = None,
     ) -> None:
         model, chat = checkpoint.model, checkpoint.chat_template
-        self._by_neuron = by_neuron or checkpoint.predictors is not None
+        self._by_neuron = by_neuron or checkpoint.predictors is not None or checkpoint.down_by_neuron
         self._source_weights = _weights_by_encoding(chain.from_iterable(checkpoint.matrices.values()))
         default = "q4" if gates else default_quantization(self._source_weights)
         self._experts = experts
@@ -216,7 +216,7 @@ class Conversion:
         model = self.checkpoint.model
         if self._experts is not None:
             return self._experts.layout
-        by_neuron = self._by_neuron or self._neuron_order != "source" or not stores_whole_experts(model)
+        by_neuron = self._by_neuron or self._neuron_order != "source" or not slices_of_model(model)
         return layout_of_model(
             model,
             quantization,

@@ -204,7 +204,7 @@ def choose_read_sizes(
     if curve and is_long:  # neighbours are read together: fewer and longer reads
         knee = _knee_depth(curve, _longest(curve))
     if curve and not may_join:
-        pieces = max(1, cluster_read_bytes // PIECE_BYTES)
+        pieces = -(-cluster_read_bytes // PIECE_BYTES)
         knee = max(MIN_DEPTH, -(-_knee_depth(curve, min(cluster_read_bytes, PIECE_BYTES)) // pieces))
     depth = max(1, min(knee if depth is None else depth, max_staging_bytes // cluster_read_bytes))
     target_bytes = cluster_read_bytes

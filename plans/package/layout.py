@@ -137,7 +137,8 @@ class Layout:
     clusters, blocks: numbers per (layer, expert)
     matrices: matrices of the feed-forward, the trigger first: gate, up, down, or up, down; offsets are within a part,
         or within a slot if experts are read in place
-    down_by_output: Down has a row of all neurons' weights for each output, as in checkpoints; an expert is one cluster
+    down_by_output: Down has a row for each output, as in checkpoints, with the weights of a cluster's neurons. A
+        mixture's expert is one cluster, and the feed-forward of a dense model is several, its slices.
     """
 
     cluster_neurons: int
@@ -154,6 +155,11 @@ class Layout:
     def cluster_stride_bytes(self) -> int:
         """Distance from one cluster to the next in bundles.bin."""
         return self.trigger_part_bytes + self.value_part_bytes
+
+    @property
+    def slices(self) -> int:
+        """Number of parts of a feed-forward that each have rows of Down of their own: 1 unless `down_by_output`."""
+        return self.clusters if self.down_by_output else 1
 
     @property
     def block_clusters(self) -> int:
@@ -339,32 +345,36 @@ def expert_layout(
     neurons: int,
     quantizations: Mapping[str, Quantization],
     *,
+    slices: int = 1,
     package: Quantization | None = None,
     trigger_read_bytes: int | None = None,
     value_read_bytes: int | None = None,
 ) -> Layout:
-    """Return the layout of experts that are stored as wholes: each is one cluster, with Down by output.
+    """Return the layout of experts that are stored as wholes, with Down by output, or of feed-forwards in slices.
 
+    neurons: number of neurons of an expert, a multiple of `slices`
     quantizations: quantizations of gate, up and down in memory
+    slices: number of clusters of a feed-forward
     package: the package's quantization; None: the gate's
     trigger_read_bytes, value_read_bytes: see `Layout`; whole pages; None: experts are in bundles.bin, as in memory
     """
     package, places, ends = package or quantizations["gate"], [], {"trigger": 0, "value": 0}
+    of_slice = neurons // slices
     for name, quantization in quantizations.items():
         part: Part = "trigger" if name == "gate" else "value"
-        rows, columns = (width, neurons) if name == "down" else (neurons, width)
+        rows, columns = (width, of_slice) if name == "down" else (of_slice, width)
         quants = ends[part]
         scales = quants + _in_lines(rows * quant_bytes(quantization, columns))
         ends[part] = scales + _in_lines(rows * scale_bytes(quantization, columns))
         differing = None if quantization == package else quantization
         places.append(MatrixPlace(name, part, quants, part, scales, differing))
     return Layout(
-        cluster_neurons=neurons,
-        clusters=1,
+        cluster_neurons=of_slice,
+        clusters=slices,
         trigger_part_bytes=trigger_read_bytes or pages(ends["trigger"]) * PAGE_BYTES,
         value_part_bytes=value_read_bytes or pages(ends["value"]) * PAGE_BYTES,
-        block_neurons=neurons,
-        blocks=1,
+        block_neurons=of_slice,
+        blocks=slices,
         neuron_order="source",
         matrices=tuple(places),
         down_by_output=True,

@@ -98,12 +98,13 @@ class Package:
             )
 
     def require_neurons(self, purpose: str) -> None:
-        """Raise UserError if experts are stored as wholes. purpose: the part of the message that says what needs their
-        neurons"""
+        """Raise UserError if Down is stored by output. purpose: the part of the message that says what needs it by
+        neuron"""
         if self.manifest.layout.down_by_output:
             source = "SOURCE" if self.manifest.source_experts is None else shlex.quote(str(self.neurons_path))
+            what = "experts are" if self.manifest.model.experts > 1 else "feed-forwards are"
             raise UserError(
-                f"{self.path}: its experts are stored as wholes, and {purpose} needs them neuron by neuron: "
+                f"{self.path}: its {what} stored as wholes, and {purpose} needs them neuron by neuron: "
                 f"`neuronpipe convert {source} --by-neuron -o PACKAGE`"
             )
 

@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 def pack_clusters(layout: Layout, matrices: Sequence[Rows]) -> NDArray[np.uint8]:
     """Return clusters in the form of bundles.bin, uint8 [clusters, stride]. Zeros pad the last cluster.
 
-    matrices: the rows of as many neurons for each of the layout's matrices; with Down by output those of whole experts
+    matrices: the rows of as many neurons for each of the layout's matrices; with Down by output those of whole slices
     """
     clusters = -(-len(matrices[0].quants) // layout.cluster_neurons)
     packed = np.zeros((clusters, layout.cluster_stride_bytes), dtype=np.uint8)
@@ -250,7 +250,7 @@ class PackageWriter:
     def neurons(self, *matrices: Rows) -> None:
         """Write the next neurons of an expert: whole clusters, or the last neurons of the expert.
 
-        matrices: their rows, in the layout's order of matrices; with Down by output those of a whole expert
+        matrices: their rows, in the layout's order of matrices; with Down by output those of whole slices
         """
         packed = pack_clusters(self._manifest.layout, matrices)
         self._files[BUNDLES].write(packed.data)

@@ -158,7 +158,7 @@ class _PinAllocator:
         everything = slots.count >= self._manifest.clusters
         if self._mode != "predicted" and not self._mixture and (slots.part == "trigger" or self._whole):
             # Every token reads every cluster in turn, so an unpinned cluster is evicted before its next access.
-            return self._equal_pins(slots, self._clusters if everything else slots.max_pinned // self._ffns)
+            return self._as_many_pins(slots, self._manifest.clusters if everything else slots.max_pinned)
         # If borrowed slots are needed for everything, the cache must have unpinned slots left when they are reclaimed.
         if everything and not slots.borrowed:
             return self._equal_pins(slots, self._clusters)
@@ -172,6 +172,11 @@ class _PinAllocator:
 
     def _equal_pins(self, slots: PartSlots, count: int) -> _PartPins:
         return _PartPins(slots, (count,) * self._ffns)
+
+    def _as_many_pins(self, slots: PartSlots, total: int) -> _PartPins:
+        """Return pins of `total` clusters in all, of which the first feed-forwards have one more than the others."""
+        each, more = divmod(total, self._ffns)
+        return _PartPins(slots, tuple(each + (ffn < more) for ffn in range(self._ffns)))
 
     def _ranking(self, slots: PartSlots, batch: int) -> Ranking | None:
         by_expert = self._mode != "predicted" and (slots.part == "trigger" or self._whole)
@@ -238,7 +243,7 @@ class _PinAllocator:
             )
         if triggers.slots.count < self._manifest.clusters and self._mode != "predicted" and not self._mixture:
             return (
-                f"{triggers.counts[0]} of {self._clusters} triggers per layer stay, the others are read for every "
+                f"{triggers.counts[-1]} of {self._clusters} triggers per layer stay, the others are read for every "
                 "token: memory does not hold all triggers"
             )
         if not values.total:

@@ -93,8 +93,10 @@ class PackageWeights:
         return self._by_neuron(place, decode(quantization, rows))
 
     def _by_neuron(self, place: MatrixPlace, weights: Array) -> Array:
-        is_by_output = place.name == "down" and self._manifest.layout.down_by_output
-        return np.ascontiguousarray(weights.T) if is_by_output else weights
+        if place.name != "down" or not self._manifest.layout.down_by_output:
+            return weights
+        slices = weights.reshape(-1, self.model.width, weights.shape[1])
+        return np.concatenate([of_slice.T for of_slice in slices])
 
     def _require_checksums(self, clusters: NDArray[np.uint8], first: int, layer: int, expert: int) -> None:
         layout = self._manifest.layout

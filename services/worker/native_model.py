@@ -49,7 +49,7 @@ Pointer = Callable[[str, Any], Any]
 
 
 def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, moved_scales: bool = False) -> Any:
-    """Return the np_shape of a package.
+    """Return the np_shape of a package. The slices of a dense feed-forward are experts that compute every token.
 
     moved_scales: scales are co-located with value slots, by the plan's memory
     """
@@ -73,15 +73,16 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
             "heads_width": s.heads_width,
             "state_elements": s.all_state_elements,
             "context_tokens": context_tokens,
-            "experts": s.most_experts,
-            "experts_per_token": s.most_active_experts,
+            "neurons": s.neurons // layout.slices,
+            "experts": s.most_experts * layout.slices,
+            "experts_per_token": s.most_active_experts * layout.slices,
             "chosen_per_token": s.experts_per_token if s.experts > 1 else 0,
             "rotary": s.positions == "rotary",
             "type": ROW_TYPES[manifest.quantization],
             "cluster_neurons": layout.cluster_neurons,
-            "clusters": layout.clusters,
+            "clusters": layout.clusters // layout.slices,
             "block_neurons": layout.block_neurons,
-            "blocks": layout.blocks,
+            "blocks": layout.blocks // layout.slices,
             "slot_bytes": (slots.trigger_bytes, slots.value_bytes),
             **places,
             "down_by_output": layout.down_by_output,
@@ -97,7 +98,7 @@ def engine_json(manifest: Manifest, context_tokens: int, *, moved_scales: bool) 
     """Return a run's engine.json: the numbers of np_shape and of each np_layer, without a predictor, in JSON. Programs
     without Python fill these structures from it."""
     shape = native_shape(manifest, context_tokens, predicts=False, moved_scales=moved_scales)
-    layers = ffi.new("np_layer[]", [layer_facts(manifest.model, n) for n in range(manifest.model.layers)])
+    layers = ffi.new("np_layer[]", [layer_facts(manifest, n) for n in range(manifest.model.layers)])
     content = {
         "fields": names_checksum(),
         "shape": numbers("np_shape", shape),
@@ -146,7 +147,7 @@ class NativeTensors:
         model, silent = self._manifest.model, self._manifest.silent
         return [
             {
-                **layer_facts(model, n),
+                **layer_facts(self._manifest, n),
                 "silent_below": silent.by_layer[n].threshold if thresholded and silent is not None else 0.0,
                 **{name: self._matrix(f"layers.{n}.{name}") for name in mixer_matrices(model, n)},
                 **{norm: self._norm(f"layers.{n}.{norm}") for norm in layer_norms(model, n)},
@@ -192,11 +193,12 @@ class NativeTensors:
         return {"weight": self._vector(name), "bias": self._vector(f"{name}.bias")}
 
 
-def layer_facts(model: ModelSpec, layer: int) -> dict[str, Any]:
+def layer_facts(manifest: Manifest, layer: int) -> dict[str, Any]:
     """Return the fields of np_layer that are no tensors."""
+    model, slices = manifest.model, manifest.layout.slices
     return {
-        "first_ffn": model.first_ffns[layer],
-        "experts": model.expert_counts[layer],
+        "first_ffn": model.first_ffns[layer] * slices,
+        "experts": model.expert_counts[layer] * slices,
         "routed_experts": model.routed_experts(layer),
         "window_tokens": model.windows_tokens[layer],
         "cached_before": model.cached_before(layer),

@@ -259,6 +259,22 @@ SPECS = {
         family="llama", width=96, neurons=300, layer_kinds=(LayerKind(2),), query_heads=3, key_heads=1, head_width=32,
         activation="gelu_erf", **COMMON,
     ),
+    "slices": ModelSpec(
+        family="llama", width=128, neurons=768, layer_kinds=(LayerKind(2, 24), LayerKind(1)), query_heads=4,
+        key_heads=2, head_width=32, activation="silu", head_norm=True, **COMMON,
+    ),
+    "slices in parallel": ModelSpec(
+        family="llama", width=96, neurons=1024, layer_kinds=(LayerKind(2),), query_heads=3, key_heads=1, head_width=32,
+        norm="layer", activation="gelu", parallel=True, **COMMON,
+    ),
+    "slices with norms after": ModelSpec(
+        family="llama", width=96, neurons=1280, layer_kinds=(LayerKind(2),), query_heads=3, key_heads=1, head_width=32,
+        activation="gelu", norms="after", **COMMON,
+    ),
+    "one slice": ModelSpec(
+        family="llama", width=64, neurons=512, layer_kinds=(LayerKind(2),), query_heads=2, key_heads=1, head_width=32,
+        activation="silu", **COMMON,
+    ),
     "cohere": ModelSpec(
         family="llama", width=128, neurons=300, layer_kinds=(LayerKind(2, 20), LayerKind(1, rotary=False)),
         query_heads=4, key_heads=2, head_width=32, norm="layer", activation="silu", parallel=True, qkv_bias=True,
@@ -293,7 +309,8 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
         for _ in range(model.ffns):
             scales = [width**-0.5 for width in (model.width, 4 * model.neurons)]
             deviations = [scales[matrix == "down"] for matrix in model.ffn_matrices]
-            by_neuron, by_output = (model.neurons, model.width), (model.width, model.neurons)
+            by_neuron = model.neurons, model.width
+            by_output = model.width * layout.slices, model.neurons // layout.slices
             by_name = {"down": by_output} if layout.down_by_output else {}
             shapes = [by_name.get(name, by_neuron) for name in model.ffn_matrices]
             rows_of = [_normal(random, shape, deviation) for shape, deviation in zip(shapes, deviations, strict=True)]

@@ -659,13 +659,16 @@ def test_interleaved_queries_and_keys_reach_the_golden_logits(tmp_path: Path) ->
     assert np.abs(logits - GOLDEN["awkward"]).max() < 1e-3
 
 
+@pytest.mark.parametrize("by_neuron", [False, True])
 @pytest.mark.parametrize(("encoding", "quantization"), [("Q4_0", "q4"), ("Q8_0", "q8")])
-def test_the_packages_own_encodings_pass_unchanged(encoding: str, quantization: str, tmp_path: Path) -> None:
+def test_the_packages_own_encodings_pass_unchanged(
+    encoding: str, quantization: str, by_neuron: bool, tmp_path: Path
+) -> None:
+    """By neuron, Down is stored transposed, so its groups are others than the source's."""
     source = write_gguf(tmp_path / "m.gguf", WIDE, encoding)
-    package = convert(source, tmp_path / "p", quantization=quantization)
+    package = convert(source, tmp_path / "p", quantization=quantization, by_neuron=by_neuron)
     errors = package.manifest.quantization_error
-    # Down is stored transposed, so its groups are others than the source's.
-    assert {kind for kind, error in errors.items() if error} == {"down"}
+    assert {kind for kind, error in errors.items() if error} == ({"down"} if by_neuron else set())
     gate, _, _ = PackageWeights(package).neurons(0)
     stored = stored_values(WIDE, "model.layers.0.mlp.gate_proj.weight", encoding)
     np.testing.assert_array_equal(gate, stored)

@@ -48,6 +48,7 @@ CASES += [(name, "q8") for name in RECURRENT if SPECS[name].experts == 1]
 CASES += [(name, "q3") for name in ("many neurons", "turbosparse")]
 CASES += [("parallel", "q4k"), ("turbosparse", "q4k"), ("opt", "q5k"), ("many neurons", "q6k")]
 CASES += [("opt", "iq4"), ("turbosparse", "mxfp4"), ("gpt-oss", "mxfp4"), ("parallel", "q4h")]
+CASES += [("slices", q) for q in ("q8", "q4", "q4k")] + [("one slice", "q4")]
 CASES += [("starcoder2", "q8"), ("neox", "q4k"), ("cohere", "q4k")]
 
 
@@ -137,6 +138,14 @@ def test_experts_are_guessed_while_flash_is_idle_and_change_no_bit(
     assert 0 <= asked["guessed_right"] <= asked["guessed"]
 
 
+@pytest.mark.parametrize(("window", "in_step"), [(1, 3 * 3 - 1), (3, 2 * 3)])
+def test_slices_are_read_ahead_from_the_next_layer_too(window: int, in_step: int, packages: Packages) -> None:
+    """Once each, but for those that a step begins with."""
+    participants = Participants(packages("slices", "q8"), count=2, max_tokens=1, prefetch=True, window_blocks=window)
+    participants.run(TEXT[:4], 1)
+    assert participants.counters()["foreseen"] == in_step, "of the last step"
+
+
 @pytest.mark.parametrize(
     "name",
     ["deltanet", "mixture with deltanet", "kda", "mixture with kda and latents", "mixture with mamba", "convolutions"],
@@ -166,6 +175,8 @@ def test_a_state_within_a_step_is_that_of_a_step_that_ends_there(name: str, firs
         ("glm", False),
         ("latents of a mixture", False),
         ("latents with relu", True),
+        ("slices", False),
+        ("one slice", False),
     ],
 )
 def test_who_takes_part_and_whose_blocks_are_which_may_change_with_every_step(

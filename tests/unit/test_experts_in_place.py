@@ -223,7 +223,7 @@ def rows_of(values: Any, matrix: str, layer: int = 1) -> Any:
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "experts without the layout": (
         lambda m: m["layout"].pop("down_by_output"),
-        r"source_experts\.matrices: experts in place need a layout with down_by_output",
+        r"source_experts\.matrices: experts in place need a mixture, and a layout with down_by_output",
     ),
     "the layout without experts": (lambda m: m.pop("source_experts"), r"files\.bundles\.bin: missing"),
     "a relative path": (
@@ -254,7 +254,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "half an expert as a cluster": (
         lambda m: m["layout"].update(cluster_neurons=128, clusters=2, block_neurons=256, blocks=1),
-        r"down_by_output: needs a mixture whose neurons all fire, each expert as one cluster",
+        r"down_by_output: needs a model whose neurons all fire, .* each expert of a mixture as one cluster",
     ),
     "a bundle file beside them": (
         lambda m: m["files"].update({"bundles.bin": {"bytes": 0}}),

@@ -233,7 +233,7 @@ def test_packages_requests_and_the_engine_agree_on_how_many_clusters_there_may_b
 
 def bare_layers(of: Any) -> Any:
     """The layers of a model without their tensors."""
-    return ffi.new("np_layer[]", [layer_facts(of.model, n) for n in range(of.model.layers)])
+    return ffi.new("np_layer[]", [layer_facts(of, n) for n in range(of.model.layers)])
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
-"""Experts that a package stores as wholes: of which models, with which values, and what needs neurons instead."""
+"""Experts and slices that a package stores with Down by output: of which models, with which values, and what needs
+neurons instead."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert import block_conversion, convert
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import open_checkpoint
 from neuronpipe.plans.lab.gguf_counterpart import write_gguf_counterpart
@@ -25,6 +27,7 @@ from tests.conformance.specs import SPECS, write_package
 from tests.unit.test_gguf_counterpart import MIXTURES
 
 MIXTURE = replace(MIXTURES["qwen3moe"], neurons=256)
+DENSE = replace(MIXTURE, neurons=768, experts=1, experts_per_token=1)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,6 @@ MIXTURE = replace(MIXTURES["qwen3moe"], neurons=256)
         (SHAPES["qwen3-moe-100m"], True),
         (SHAPES["qwen3.6-35b-a3b"], True),
         (SHAPES["gpt-oss-20b"], True),
-        (replace(SHAPES["qwen3-moe-100m"], experts=1, experts_per_token=1), False),  # would be resident all or not
         (replace(SHAPES["qwen3-moe-100m"], neurons=100), False),  # rows of Down are no whole groups
         (replace(SHAPES["qwen3-moe-100m"], activation="relu"), False),  # most neurons of an expert are not needed
         (replace(SHAPES["qwen3.6-35b-a3b"], width=4096, neurons=14336), False),  # 176 M weights are no unit to read
@@ -44,6 +46,68 @@ def test_experts_are_whole_where_every_neuron_of_a_small_expert_fires(model: Mod
     assert layout.down_by_output is is_whole
     assert (layout.clusters == 1) is is_whole
     assert not layout_of_model(model, "q4", "source", by_neuron=True).down_by_output
+
+
+@pytest.mark.parametrize(
+    ("model", "slices"),
+    [
+        (SHAPES["qwen3-8b"], 24),
+        (SHAPES["smollm2-135m"], 3),
+        (replace(SHAPES["qwen3-8b"], neurons=11008), 43),  # of 256 neurons: no other whole blocks fit
+        (replace(SHAPES["qwen3-8b"], width=16384, neurons=53248), 208),  # 8 M weights are less than 256 neurons
+        (replace(SHAPES["qwen3-8b"], neurons=11000), 0),
+        (replace(SHAPES["qwen3-8b"], activation="relu"), 0),
+        (replace(SHAPES["qwen3-8b"], gated=False, activation="gelu"), 0),
+        (replace(SHAPES["qwen3-8b"], ffn_bias=True), 0),
+    ],
+)
+def test_a_dense_feed_forward_has_slices_where_every_neuron_fires(model: ModelSpec, slices: int) -> None:
+    layout = layout_of_model(model, "q4k", "source")
+    assert layout.down_by_output is bool(slices)
+    assert layout.clusters == layout.blocks == slices or not slices
+    assert not layout_of_model(model, "q4k", "source", by_neuron=True).down_by_output
+    assert not layout_of_model(model, "q4k", "frequency").down_by_output
+
+
+@pytest.mark.parametrize("slab_bytes", [1, 1 << 30])
+@pytest.mark.parametrize(("preset", "down"), [("Q4_0", "q4"), ("Q8_0", "q8"), ("Q4_K_M", "q5k")])
+def test_slices_have_the_weights_of_the_file(
+    tmp_path: Path, preset: str, down: str, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down is read in one pass, or for each slice again where memory is small."""
+    monkeypatch.setattr(block_conversion, "MIN_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(block_conversion, "MAX_SLAB_BYTES", slab_bytes)
+    path = tmp_path / "m.gguf"
+    write_gguf_counterpart(path, DENSE, seed=1, preset=preset)
+    package = convert(path, tmp_path / "p")
+    assert package.manifest.layout.slices == 3
+    assert package.manifest.row_quantization("down") == down
+    weights = PackageWeights(package)
+    with open_checkpoint(path, Options()) as checkpoint:
+        *before, of_down = zip(weights.neurons(1), CheckpointWeights(checkpoint).neurons(1), strict=True)
+    for ours, theirs in before:
+        np.testing.assert_array_equal(ours, theirs)
+    error = np.linalg.norm(of_down[0] - of_down[1]) / np.linalg.norm(of_down[1])
+    assert error <= (0.04 if preset == "Q4_K_M" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "model"),
+    [
+        ({"cluster_neurons": 128, "clusters": 6}, {}),  # a block is two slices
+        ({"cluster_neurons": 512, "block_neurons": 512, "clusters": 2, "blocks": 2}, {}),  # more neurons than there are
+        ({}, {"ffn_bias": True}),
+        ({}, {"activation": "relu"}),
+    ],
+)
+def test_slices_that_contradict_the_model_are_refused(
+    tmp_path: Path, changes: dict[str, Any], model: dict[str, Any]
+) -> None:
+    manifest = write_package(tmp_path / "p", SPECS["slices"], "q8").manifest
+    layout = replace(manifest.layout, **changes)
+    wrong = replace(manifest, layout=layout, model=replace(manifest.model, **model), quantizations={})
+    with pytest.raises(UserError, match=r"m: layout\.down_by_output: needs a model whose neurons all fire"):
+        parse_manifest(wrong.sealed().to_bytes(), "m")
 
 
 @pytest.mark.parametrize(("preset", "down"), [("Q4_0", "q4"), ("MXFP4", "mxfp4"), ("Q8_0", "q8"), ("Q4_K_M", "q5k")])

@@ -116,7 +116,7 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by-neuron",
         action="store_true",
-        help="store a mixture's experts neuron by neuron, as thresholded mode needs them, also if all neurons fire",
+        help="store feed-forwards neuron by neuron, as thresholded mode needs them, also if all neurons fire",
     )
     parser.add_argument(
         "--activation",

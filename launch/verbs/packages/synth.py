@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reads", choices=("attention", "feed_forward"), default="attention", help="input of the predictor"
     )
     parser.add_argument(
-        "--by-neuron", action="store_true", help="store experts neuron by neuron, also if all neurons fire"
+        "--by-neuron", action="store_true", help="store feed-forwards neuron by neuron, also if all neurons fire"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing package")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

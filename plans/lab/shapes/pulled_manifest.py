@@ -23,7 +23,7 @@ from neuronpipe.plans.package.manifest import (
     Source,
     package_rank,
 )
-from neuronpipe.plans.package.model_layout import layout_of_model, stores_whole_experts
+from neuronpipe.plans.package.model_layout import layout_of_model, slices_of_model
 from neuronpipe.plans.package.tensors import fixed_matrices
 from neuronpipe.plans.pull.catalog import CatalogModel, FileType, catalog_model
 from neuronpipe.plans.quantization_choice import (
@@ -139,7 +139,7 @@ def _down_quantization(
     spec: ModelSpec, quantization: Quantization, encodings: FileEncodings, *, has_predictor: bool
 ) -> Quantization:
     recipe = recipe_for(quantization, {encodings.weights: 1}, down_by_neuron=False)
-    if has_predictor or not stores_whole_experts(spec):
+    if has_predictor or not slices_of_model(spec):
         return recipe.down
     return kept_quantization(dict.fromkeys(encodings.down, 1)) or recipe.down
 

@@ -117,7 +117,7 @@ class Neurons:
     change: output for these tokens, of the coordinates that feed-forwards write [tokens, written]
     down_scale: scale of all rows of Down
     gates: quantization of gates
-    by_output: Down has a row for each output
+    slices: number of parts with rows of Down for each output; 0: Down has a row for each neuron
     """
 
     blocks: list[_Block]
@@ -127,15 +127,15 @@ class Neurons:
     places: Coordinates
     prediction: Prediction | None
     gates: Quantization
-    by_output: bool
+    slices: int
 
     def rows(self) -> Iterator[tuple[Rows, ...]]:
-        """Yield the rows of the matrices before Down and of transposed Down, block by block; with Down by output all at
-        once."""
+        """Yield the rows of the matrices before Down and of transposed Down, block by block; with Down by output slice
+        by slice."""
         written = self.places.feed_forward
-        if self.by_output:
-            yield self._whole()
-        for block in self.blocks if not self.by_output else ():
+        if self.slices:
+            yield from self._whole()
+        for block in self.blocks if not self.slices else ():
             down = codes.zero_rows(len(block.down), self.places.state.stop)
             down.quants[:, codes.code_bytes(written)] = block.down
             down.scales.view(Half)[:, codes.code_groups(written)] = (block.sizes * self.down_scale)[:, None]
@@ -145,14 +145,17 @@ class Neurons:
         trigger, *following = before
         return (Rows(q3_of_q4(trigger.quants), trigger.scales) if self.gates == "q3" else trigger), *following
 
-    def _whole(self) -> tuple[Rows, ...]:
+    def _whole(self) -> Iterator[tuple[Rows, ...]]:
         matrices = zip(*(block.before for block in self.blocks), strict=True)
         before = [Rows(*map(np.concatenate, zip(*blocks, strict=True))) for blocks in matrices]
         down = codes.zero_rows(self.places.state.stop, len(before[0].quants))
         down.quants[self.places.feed_forward] = np.concatenate([block.down for block in self.blocks], axis=1)
         sizes = np.concatenate([block.sizes for block in self.blocks])[::GROUP_WEIGHTS]
         down.scales.view(Half)[self.places.feed_forward] = sizes * self.down_scale
-        return *self._stored(before), down
+        parts = [[np.split(part, self.slices) for part in rows] for rows in self._stored(before)]
+        parts.append([np.split(part, self.slices, axis=1) for part in down])
+        for number in range(self.slices):
+            yield tuple(Rows(quants[number], scales[number]) for quants, scales in parts)
 
     def firing(self, recall: float) -> Firing:
         """Return the activation statistics, and the predictor that reaches `recall`."""
@@ -174,7 +177,7 @@ class Pending:
     power: float  # requested variance of the output
     residual_scale: float  # factor of the output, a field of ModelSpec
     gates: Quantization
-    by_output: bool
+    slices: int
 
     def result(self) -> Neurons:
         blocks = [block.result() for block in self.blocks]
@@ -188,7 +191,7 @@ class Pending:
             self.places,
             self.inputs.layer.prediction,
             self.gates,
-            self.by_output,
+            self.slices,
         )
 
 
@@ -196,7 +199,7 @@ class NeuronMaker:
     """A maker of a model's feed-forwards.
 
     block_neurons: neurons that are computed at once; with Down by output whole groups
-    by_output: make Down with a row for each output
+    slices: see `Neurons`
     """
 
     def __init__(
@@ -209,9 +212,9 @@ class NeuronMaker:
         pool: ThreadPoolExecutor,
         gates: Quantization = "q4",
         *,
-        by_output: bool = False,
+        slices: int = 0,
     ) -> None:
-        self._gates, self._by_output = gates, by_output
+        self._gates, self._slices = gates, slices
         self._model, self._places, self._sequences = model, places, sequences
         self._block_neurons, self._seed, self._pool = block_neurons, seed, pool
 
@@ -246,7 +249,7 @@ class NeuronMaker:
         power = FEED_FORWARD_POWER * model.active_experts(of_layer) * (STATE_POWER * model.width)
         power /= model.routed_scale**2 if expert < model.routed_experts(of_layer) else 1
         blocks = [self._pool.submit(self._block, inputs, start) for start in starts]
-        return Pending(inputs, blocks, self._places, power, model.residual_scale, self._gates, self._by_output)
+        return Pending(inputs, blocks, self._places, power, model.residual_scale, self._gates, self._slices)
 
     def _tokens(self, layer: LayerInput, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], slice]:
         independent = self._sequences.independent
@@ -321,12 +324,12 @@ class NeuronMaker:
         inner = inner_values(self._model, dict(zip(self._model.ffn_matrices, values, strict=False)))
         active = inner != 0
         neurons, outputs = len(before[0].quants), written.stop - written.start
-        rows, columns = (outputs, neurons) if self._by_output else (neurons, outputs)
+        rows, columns = (outputs, neurons) if self._slices else (neurons, outputs)
         down = codes.random_codes(rows, columns, random)
         power, mean = np.einsum("tn,tn->n", inner, inner) / len(inner), inner.mean(axis=0)
         sizes = np.sqrt(np.maximum(power - np.square(mean), 0)) / np.maximum(np.sqrt(power), 1e-6)
         weights = decode("q4", Rows(down, codes.equal_scales(down)))
-        if self._by_output:  # the neurons of a group have one scale
+        if self._slices:  # the neurons of a group have one scale
             weights, groups = weights.T, sizes.reshape(-1, GROUP_WEIGHTS)
             sizes = np.repeat(np.sqrt(np.square(groups).mean(axis=1)), GROUP_WEIGHTS)
         return _Block(

@@ -121,7 +121,7 @@ def synthesize(
             seed,
             pool,
             gates or "q4",
-            by_output=layout.down_by_output,
+            slices=layout.slices if layout.down_by_output else 0,
         )
         routed_before: Array | None = None
         for layer in range(model.layers):

@@ -23,8 +23,8 @@ def parse_experts(
     """
     experts = parse_source_experts(record, len(model.runs), shared_bytes)
     lengths = [file.bytes for file in experts.files] + ([] if shared_bytes is None else [shared_bytes])
-    if not layout.down_by_output:
-        record.fail("matrices", "experts in place need a layout with down_by_output")
+    if not layout.down_by_output or model.experts == 1:
+        record.fail("matrices", "experts in place need a mixture, and a layout with down_by_output")
     part_bytes = {"trigger": [0] * len(model.runs), "value": [0] * len(model.runs)}
     for place in layout.matrices:
         of_slots = place.quantization or quantization
@@ -46,11 +46,15 @@ def parse_experts(
 
 
 def require_whole_experts(layout: Layout, model: ModelSpec, record: Record) -> None:
-    """Raise UserError unless an expert is one cluster and one block, as Down by output requires."""
-    is_whole = layout.clusters == layout.blocks == 1 and layout.cluster_neurons == layout.block_neurons == model.neurons
-    if not (model.all_neurons_fire and model.experts > 1 and is_whole):
+    """Raise UserError unless an expert is one cluster, or a dense feed-forward is slices without biases, and each
+    cluster is a block, as Down by output requires."""
+    are_blocks = layout.clusters == layout.blocks and layout.cluster_neurons == layout.block_neurons
+    are_full = layout.clusters * layout.cluster_neurons == model.neurons
+    is_known = layout.clusters == 1 if model.experts > 1 else not model.ffn_bias
+    if not (model.all_neurons_fire and model.gated and is_known and are_blocks and are_full):
         record.fail(
-            "down_by_output", "needs a mixture whose neurons all fire, each expert as one cluster and one block"
+            "down_by_output",
+            "needs a model whose neurons all fire, each cluster as a block, each expert of a mixture as one cluster",
         )
     if any(place.scales_part != place.part for place in layout.matrices):
         record.fail("matrices.down.scales_part", "with down_by_output scales lie in their matrix's part")
