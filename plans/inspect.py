@@ -32,7 +32,8 @@ ALWAYS_FIRES = (
     "below the model's size costs speed; ReLU models (ReluLLaMA, Bamboo, TurboSparse) read a part"
 )
 LEAVES_OUT = (
-    "; `neuronpipe profile PACKAGE --silent 50% --text FILE` and --mode thresholded leave out a part, at a loss"
+    "; of a package that was converted --by-neuron, `neuronpipe profile PACKAGE --silent 50% --text FILE` and "
+    "--mode thresholded leave out a part, at a loss"
 )
 CHOSEN_FIRE = (
     "every neuron of a chosen expert fires, so a token reads {share:.0%} of the feed-forward weights, expert by "

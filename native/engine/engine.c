@@ -137,7 +137,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
         complete &= vectors_create(&engine->predictor_input, shape->predictor_type, shape->width, tokens);
     if (shape->predictor_rank)
         complete &= vectors_create(&engine->ranks, shape->predictor_type, shape->predictor_rank, tokens);
-    if (shape->experts > 1)
+    if (shape->chosen_per_token)
         complete &= vectors_create(&engine->gathered, shape->type, max_n, tokens);
     if (shape->branch_norms)
         complete &= vectors_create(&engine->routed, shape->type, shape->width, tokens);

@@ -66,6 +66,7 @@ EXPERT_USES_BYTES = 18  # of an expert that is used as a whole, for both parts (
 # values: prepared for the kernels, and in a panel.
 OUTPUT_TOKENS, OUTPUT_VALUE_BYTES = 64, 4
 ATTEND_QUERIES = 8  # whose attention scores a participant computes together (NP_ATTEND_QUERIES)
+PAIR_BYTES = 16  # of a token's expert or slice in a participant: numbers and weights, by token and by expert
 OPEN_CLUSTER_BYTES = 13  # of a mixture's open cluster in a participant: state, slots of its parts, requests
 LOADER_QUEUES = 9  # three kinds of requests with three priorities
 MAX_QUEUED_CLUSTERS = 32768  # of each queue: two layers of a 7B model; further requests stay in the workers' rings
@@ -226,9 +227,9 @@ def _used_bytes(manifest: Manifest, plan: Plan, sequences: int, sequence_tokens:
 def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> int:
     """Return the bytes of the participants' private memory.
 
-    It has each token's vectors as kernels need them (in two types, since a predictor may need another one), results of
-    rows, attention scores, the state of a mixture's open clusters, the values that Down by output reads, and rows of an
-    embedding on flash.
+    It has each token's vectors as kernels need them (in two types, since a predictor may need another one), its experts
+    or slices, results of rows, attention scores, the state of a mixture's open clusters, the values that Down by output
+    reads, and rows of an embedding on flash.
     """
     model, layout = manifest.model, manifest.layout
     max_width = max(
@@ -242,6 +243,7 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     token_bytes = 2 * 4 * max_width + (4 * model.width if model.branch_norms else 0)
     state_rows = (3 if model.state_rank else 2) * model.state_key_width + 2
     token_bytes += 4 * max(model.max_head_width, state_rows, 2 * layout.block_neurons, 64)
+    token_bytes += PAIR_BYTES * model.most_active_experts * layout.slices
     tokens = shape.prefill_threads * prefill_tokens + shape.workers * shape.step_tokens
     open_experts = shape.workers * min(model.most_experts, shape.step_tokens * model.most_active_experts)
     open_experts += shape.prefill_threads * min(model.most_experts, prefill_tokens * model.most_active_experts)

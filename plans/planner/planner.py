@@ -178,8 +178,8 @@ class _PlanBuilder:
             only = f"{name!r} computes {activation}, and only silu has thresholds"
             return f"--mode thresholded: {only}; take exact or predicted"
         return (
-            f"--mode thresholded: the package {name!r} has no thresholds; "
-            "set them with `neuronpipe profile PACKAGE --silent 50% --text FILE`"
+            f"--mode thresholded: the package {name!r} has no thresholds; convert the model with --by-neuron, if its "
+            "feed-forwards are stored as wholes, and run `neuronpipe profile PACKAGE --silent 50% --text FILE`"
         )
 
     def _hints(self) -> bool:

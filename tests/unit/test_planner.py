@@ -233,7 +233,7 @@ def test_of_neurons_that_are_not_silent_value_parts_are_read() -> None:
 def test_mode_thresholded_needs_thresholds_and_says_how_to_get_them() -> None:
     silu = dataclasses.replace(thresholded(manifest(), 0.5), silent=None)
     with pytest.raises(
-        UserError, match=r"'m' has no thresholds; set them with `neuronpipe profile PACKAGE --silent 50%"
+        UserError, match=r"'m' has no thresholds; convert .* --by-neuron, .* `neuronpipe profile PACKAGE --silent 50%"
     ):
         make_plan(silu, device(), PlanOptions(mode="thresholded"))
     with pytest.raises(UserError, match=r"'m' computes drelu, and only silu has thresholds; take exact or"):
