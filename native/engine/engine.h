@@ -209,10 +209,10 @@ static inline int np_is_smooth(const np_shape *s)
     return s->activation == NP_SILU || s->activation == NP_CLAMPED_SWIGLU || s->activation == NP_GELU || s->activation == NP_GELU_ERF;
 }
 
-/* True if every expert computes every token: they are the slices of a dense model. */
+/* True if every expert computes every token, with down by output: they are the slices of a dense model. */
 static inline int np_has_slices(const np_shape *s)
 {
-    return s->experts > 1 && !s->chosen_per_token;
+    return s->down_by_output && !s->chosen_per_token;
 }
 
 /* True if every neuron of a layer fires for every token: a smooth activation without a threshold. */

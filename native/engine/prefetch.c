@@ -20,17 +20,29 @@ enum {
 };
 
 /* ---- dense models ------------------------------------------------------------------------------------------------- */
-/* Prefetch as many slices as a window has, from this one of the current layer on. Each sharer requests some of them. */
-static void prefetch_slices(np_engine *engine, uint32_t slice)
+/* Prefetch slices behind the open window: as many as a layer has if the whole layer is open. Otherwise half as many as
+ * the window may have blocks, since the cache evicts slices that were read too early. Each sharer requests some of them.
+ * Slices that an earlier window of the step has requested are requested again, in case that they were evicted, but do
+ * not count again. */
+static void prefetch_slices(np_engine *engine)
 {
-    uint32_t layer = engine->layer;
-    for (uint32_t n = 0; n < engine->config.window_blocks && n < engine->shape.experts; n++, slice++) {
+    const np_layer *l = &engine->fixed.layers[engine->layer];
+    const uint32_t ahead = engine->is_layer_open ? engine->shape.experts : (engine->config.window_blocks + 1) / 2;
+    uint32_t layer = engine->layer, slice = engine->is_layer_open ? l->experts : engine->group->expert + 1;
+    const int is_first = slice == 1 && (l->first_ffn == 0 || layer == np_text_layers(&engine->shape));
+    for (uint32_t n = 0; n < ahead && n < engine->shape.experts; n++, slice++) {
         for (; layer < engine->end_layer && slice >= engine->fixed.layers[layer].experts; layer++)
             slice = 0;
         if (layer == engine->end_layer)
             return;
-        if (n % engine->sharers == engine->sharer)
-            np_request_ahead(engine, layer, slice, engine->blocks, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, NP_REQUEST_PREFETCH);
+        if (n % engine->sharers != engine->sharer)
+            continue;
+        const uint64_t foreseen = engine->counters.foreseen, missed = engine->counters.foreseen_missed;
+        np_request_ahead(engine, layer, slice, engine->blocks, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, NP_REQUEST_PREFETCH);
+        if (engine->is_layer_open || is_first || n + 1 == ahead)
+            continue;
+        engine->counters.foreseen = foreseen;
+        engine->counters.foreseen_missed = missed;
     }
 }
 
@@ -41,7 +53,7 @@ void np_prefetch_next_window(np_engine *engine, uint32_t block)
     if (!engine->config.prefetch || np_predictor_decides(engine) || engine->shape.chosen_per_token)
         return;
     if (np_has_slices(&engine->shape)) {
-        prefetch_slices(engine, engine->is_layer_open ? engine->shape.experts : engine->group->expert + 1);
+        prefetch_slices(engine);
         return;
     }
     if (block != engine->window.from)

@@ -198,7 +198,7 @@ def choose_read_sizes(
     elif bundle:
         demand = demands[0]
     cluster_read_bytes = largest_read_bytes(layout, bundle=bundle or demand.moved)
-    # Experts in place are no neighbours, so a read never has two.
+    # With Down by output a read never has two clusters: experts in place are no neighbours, and slices are long.
     may_join = not layout.down_by_output
     is_long = curve is not None and bundle and demand.in_order and may_join
     if curve and is_long:  # neighbours are read together: fewer and longer reads

@@ -66,6 +66,7 @@ EXPERT_USES_BYTES = 18  # of an expert that is used as a whole, for both parts (
 # values: prepared for the kernels, and in a panel.
 OUTPUT_TOKENS, OUTPUT_VALUE_BYTES = 64, 4
 ATTEND_QUERIES = 8  # whose attention scores a participant computes together (NP_ATTEND_QUERIES)
+SLICE_BYTES = 70  # of a slice in a participant: its group, its cluster's state, pieces of its neurons
 PAIR_BYTES = 16  # of a token's expert or slice in a participant: numbers and weights, by token and by expert
 OPEN_CLUSTER_BYTES = 13  # of a mixture's open cluster in a participant: state, slots of its parts, requests
 LOADER_QUEUES = 9  # three kinds of requests with three priorities
@@ -249,6 +250,7 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     open_experts += shape.prefill_threads * min(model.most_experts, prefill_tokens * model.most_active_experts)
     clusters_bytes = OPEN_CLUSTER_BYTES * layout.clusters * open_experts if model.experts > 1 else 0
     if layout.down_by_output:
+        clusters_bytes += SLICE_BYTES * layout.slices * (shape.workers + shape.prefill_threads)
         at_once = shape.prefill_threads * min(prefill_tokens, OUTPUT_TOKENS)
         at_once += shape.workers * min(shape.step_tokens, OUTPUT_TOKENS)
         clusters_bytes += OUTPUT_VALUE_BYTES * layout.cluster_neurons * at_once

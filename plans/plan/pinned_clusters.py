@@ -39,6 +39,12 @@ def write_counts(counts: Iterable[int]) -> str:
     return " ".join(f"{count}x{length}" for count, length in runs)
 
 
+def range_of_counts(text: str) -> str:
+    """Format written counts for reports: the smallest and the largest, `5 to 6`, or one number if all are equal."""
+    numbers = sorted({int(run.split("x")[0]) for run in text.split()})
+    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
+
+
 @lru_cache(maxsize=16)
 def read_counts(text: str, ffns: int) -> tuple[int, ...]:
     """Return the count of each of `ffns` feed-forwards. Raises ValueError if `text` does not state exactly these."""

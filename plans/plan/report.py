@@ -9,7 +9,7 @@ from typing import Any
 from neuronpipe.plans.number_format import show_number, show_range
 from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, Plan, SpeedRange
 from neuronpipe.plans.plan.offloaded_blocks import show_offloaded_blocks, show_offloaded_matrices
-from neuronpipe.plans.plan.pinned_clusters import Pins
+from neuronpipe.plans.plan.pinned_clusters import Pins, range_of_counts
 from neuronpipe.protocol.errors import safe_name
 
 BAR_CHARACTERS = 40
@@ -101,12 +101,8 @@ def _decisions(plan: Plan) -> str:
 def _pins_line(entry: Pins) -> str:
     """Return a line on the pins of a feed-forward, as a number, or a range if they differ."""
     from_texts = "" if entry.texts == 1 else f", from {entry.texts} texts on"
-    return f"pinned of each feed-forward: {_range(entry.triggers)} gate, {_range(entry.values)} up/down{from_texts}"
-
-
-def _range(counts: str) -> str:
-    numbers = sorted({int(run.split("x")[0]) for run in counts.split()})
-    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
+    triggers, values = range_of_counts(entry.triggers), range_of_counts(entry.values)
+    return f"pinned of each feed-forward: {triggers} gate, {values} up/down{from_texts}"
 
 
 def _expectation_lines(plan: Plan) -> list[str]:

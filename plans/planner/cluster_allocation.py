@@ -16,7 +16,7 @@ from neuronpipe.plans.cost.cluster_ranking import Ranking, occupied_slots
 from neuronpipe.plans.package.activity_profile import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
-from neuronpipe.plans.plan.pinned_clusters import Pins, write_counts
+from neuronpipe.plans.plan.pinned_clusters import Pins, range_of_counts, write_counts
 from neuronpipe.protocol.frozen import frozen
 
 # Without a profile, clusters that this share of all tokens use are pinned. Any policy would keep them in the cache, so
@@ -243,8 +243,8 @@ class _PinAllocator:
             )
         if triggers.slots.count < self._manifest.clusters and self._mode != "predicted" and not self._mixture:
             return (
-                f"{triggers.counts[-1]} of {self._clusters} triggers per layer stay, the others are read for every "
-                "token: memory does not hold all triggers"
+                f"{range_of_counts(write_counts(triggers.counts))} of {self._clusters} triggers per layer stay, the "
+                "others are read for every token: memory does not hold all triggers"
             )
         if not values.total:
             return f"{self._fit(pins)}, and stay while they are used"

@@ -271,6 +271,13 @@ SPECS = {
         family="llama", width=96, neurons=1280, layer_kinds=(LayerKind(2),), query_heads=3, key_heads=1, head_width=32,
         activation="gelu", norms="after", **COMMON,
     ),
+    "slices with mamba": ModelSpec(
+        family="llama", width=128, neurons=768,
+        layer_kinds=(LayerKind(1, mixer="mamba2", feed_forward=False), LayerKind(2), LayerKind(1, mixer="mamba2")),
+        query_heads=4, key_heads=1, head_width=32, state_heads=8, state_key_heads=4, state_key_width=24,
+        state_value_width=20, state_norm_groups=4, convolution_tokens=4, convolution_bias=True, min_time_step=0.1,
+        activation="silu", **COMMON,
+    ),
     "one slice": ModelSpec(
         family="llama", width=64, neurons=512, layer_kinds=(LayerKind(2),), query_heads=2, key_heads=1, head_width=32,
         activation="silu", **COMMON,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +132,16 @@ def test_a_draft_layer_of_a_gguf_file_is_the_same(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_drafts_the_tokens_of_the_reference(name: str, count: int, chunk: int, tmp_path: Path) -> None:
     """Both tokens, with any number of participants and any steps before; and logits have the bits of plain steps."""
-    package, text = drafted(tmp_path, RECIPES[name]), tokens(RECIPES[name])
+    require_drafts_of_the_reference(RECIPES[name], count, chunk, tmp_path)
+
+
+@pytest.mark.parametrize(("count", "chunk"), [(1, 7), (3, 39)])
+def test_a_draft_layer_with_slices_drafts_the_tokens_of_the_reference(count: int, chunk: int, tmp_path: Path) -> None:
+    require_drafts_of_the_reference(replace(RECIPES["qwen3.5"], neurons=768), count, chunk, tmp_path)
+
+
+def require_drafts_of_the_reference(recipe: Recipe, count: int, chunk: int, path: Path) -> None:
+    package, text = drafted(path, recipe), tokens(recipe)
     engine = ReferenceEngine(package)
     tokens_of_it = [int(engine.draft_logits(text)[-1].argmax())]
     tokens_of_it.append(int(engine.draft_logits(text, tokens_of_it)[-1].argmax()))

@@ -138,10 +138,14 @@ def test_experts_are_guessed_while_flash_is_idle_and_change_no_bit(
     assert 0 <= asked["guessed_right"] <= asked["guessed"]
 
 
-@pytest.mark.parametrize(("window", "in_step"), [(1, 3 * 3 - 1), (3, 2 * 3)])
-def test_slices_are_read_ahead_from_the_next_layer_too(window: int, in_step: int, packages: Packages) -> None:
-    """Once each, but for those that a step begins with."""
-    participants = Participants(packages("slices", "q8"), count=2, max_tokens=1, prefetch=True, window_blocks=window)
+@pytest.mark.parametrize(
+    ("name", "window", "in_step"), [("slices", 1, 8), ("slices", 2, 8), ("slices", 3, 6), ("one slice", 1, 1)]
+)
+def test_slices_are_read_ahead_from_the_next_layer_too(
+    name: str, window: int, in_step: int, packages: Packages
+) -> None:
+    """Each counts once, but for those that a step begins with: the first, or the first layer's if all are open."""
+    participants = Participants(packages(name, "q8"), count=2, max_tokens=1, prefetch=True, window_blocks=window)
     participants.run(TEXT[:4], 1)
     assert participants.counters()["foreseen"] == in_step, "of the last step"
 

@@ -96,6 +96,7 @@ def test_slices_have_the_weights_of_the_file(
     [
         ({"cluster_neurons": 128, "clusters": 6}, {}),  # a block is two slices
         ({"cluster_neurons": 512, "block_neurons": 512, "clusters": 2, "blocks": 2}, {}),  # more neurons than there are
+        ({"cluster_neurons": 48, "block_neurons": 48, "clusters": 16, "blocks": 16}, {}),  # no whole groups
         ({}, {"ffn_bias": True}),
         ({}, {"activation": "relu"}),
     ],
@@ -106,7 +107,9 @@ def test_slices_that_contradict_the_model_are_refused(
     manifest = write_package(tmp_path / "p", SPECS["slices"], "q8").manifest
     layout = replace(manifest.layout, **changes)
     wrong = replace(manifest, layout=layout, model=replace(manifest.model, **model), quantizations={})
-    with pytest.raises(UserError, match=r"m: layout\.down_by_output: needs a model whose neurons all fire"):
+    with pytest.raises(
+        UserError, match=r"m: layout\.(down_by_output: needs a model whose neurons all fire|cluster_neurons: )"
+    ):
         parse_manifest(wrong.sealed().to_bytes(), "m")
 
 

@@ -250,7 +250,7 @@ def _check_layout(
     if layout.block_clusters > MAX_BLOCK_CLUSTERS:
         record.fail("block_neurons", f"{layout.block_clusters} clusters in a block; at most {MAX_BLOCK_CLUSTERS}")
     if layout.down_by_output:
-        require_whole_experts(layout, model, record)
+        require_whole_experts(layout, model, quantization, record)
     used: dict[str, list[tuple[int, int, str]]] = {"trigger": [], "value": []}
     for part, name, offset, size_bytes in layout.pieces(quantization, model.width):
         if offset % 2:

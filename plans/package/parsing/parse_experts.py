@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from neuronpipe.native import ROW_TYPES, lib
-from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.layout import Layout, Quantization
+from neuronpipe.plans.models.spec import MAX, ModelSpec
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization
 from neuronpipe.plans.package.source_experts import (
     GGUF_TYPES,
     SourceExperts,
@@ -45,9 +45,10 @@ def parse_experts(
     return experts
 
 
-def require_whole_experts(layout: Layout, model: ModelSpec, record: Record) -> None:
+def require_whole_experts(layout: Layout, model: ModelSpec, quantization: Quantization, record: Record) -> None:
     """Raise UserError unless an expert is one cluster, or a dense feed-forward is slices without biases, and each
-    cluster is a block, as Down by output requires."""
+    cluster is a block, as Down by output requires, and its rows of Down are whole groups. quantization: the package's
+    """
     are_blocks = layout.clusters == layout.blocks and layout.cluster_neurons == layout.block_neurons
     are_full = layout.clusters * layout.cluster_neurons == model.neurons
     is_known = layout.clusters == 1 if model.experts > 1 else not model.ffn_bias
@@ -56,6 +57,10 @@ def require_whole_experts(layout: Layout, model: ModelSpec, record: Record) -> N
             "down_by_output",
             "needs a model whose neurons all fire, each cluster as a block, each expert of a mixture as one cluster",
         )
+    if quantization != "f16" and layout.cluster_neurons % GROUP_WEIGHTS:
+        record.fail("cluster_neurons", f"with down_by_output a multiple of {GROUP_WEIGHTS}, unless the package is f16")
+    if layout.slices > MAX.experts:
+        record.fail("clusters", f"{layout.slices} slices of a feed-forward; at most {MAX.experts}")
     if any(place.scales_part != place.part for place in layout.matrices):
         record.fail("matrices.down.scales_part", "with down_by_output scales lie in their matrix's part")
     if layout.neuron_order != "source":
