@@ -44,7 +44,7 @@ STEP_FACTOR_ENDS_OF_ONE = (1.0, 1.2)  # with one worker; no step is shorter than
 READ_DELAY_ENDS_US = (140.0, 300.0)
 READ_FACTOR_ENDS = (3.0, 4.0)
 # Assumed misses were 7 to 18 % above those of five runs, and 17 of 21 runs within 10 % of their plan by a new profile
-# (tests/bench/results: without-a-device-profile, planned-and-measured).
+# (tests/bench/results: planned-and-measured).
 ASSUMED_MISSES_SPREAD = 0.2
 MODEL_SPREAD = 0.08
 SHOWN_GROUPS = 2  # in the reason
