@@ -6,6 +6,7 @@ import sys
 from typing import Any, get_type_hints
 
 import pytest
+from neuronpipe.native import lib
 from neuronpipe.protocol import links, run_directory, spec
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.links import LINKS, WATCH
@@ -45,6 +46,15 @@ def test_the_specification_is_up_to_date() -> None:
 @pytest.mark.parametrize("link", [*links.LINKS, links.WATCH], ids=lambda link: link.name)
 def test_the_specification_says_who_binds_a_link(link: links.Link) -> None:
     assert f"| `{link.name}` | {link.bound_by} |" in spec.PATH.read_text(encoding="utf-8")
+
+
+def test_the_specification_counts_claims_as_the_engine_does() -> None:
+    """A kind of work was added, and SPEC still said 7 of a layer."""
+    of_layer = lib.np_engine_claims(2) - lib.np_engine_claims(1)
+    text = spec.PATH.read_text(encoding="utf-8")
+    assert f"Counter {of_layer} × layer + k belongs to this work, and counter {of_layer} × layers to the logits" in text
+    table = text.partition("| k | work | pieces |")[2].partition("| logits |")[0]
+    assert [row.split(" | ")[0] for row in table.splitlines()[2:]] == [f"| {work}" for work in range(of_layer)]
 
 
 def test_a_specification_that_drifted_is_noticed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
