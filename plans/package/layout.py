@@ -162,6 +162,11 @@ class Layout:
         return self.clusters if self.down_by_output else 1
 
     @property
+    def summed_blocks(self) -> int:
+        """Number of blocks whose sums are added at once: those of an expert, or of a slice, its only one."""
+        return self.blocks // self.slices
+
+    @property
     def block_clusters(self) -> int:
         """Number of clusters of a block; the last block of an expert may have fewer."""
         return self.block_neurons // self.cluster_neurons

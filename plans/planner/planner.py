@@ -284,8 +284,8 @@ class _PlanBuilder:
         requested = self._options.prefill_chunk_tokens
         fitted = self._fitted(requested)
         sums_by_turns = not runtime_of(self._shape.prefill_backend) and fitted.chunk_tokens > PARTIAL_TOKENS
-        if sums_by_turns and fitted.regions.window_blocks < self._manifest.layout.blocks:
-            # Block sums of more than PARTIAL_TOKENS tokens are computed in turns, with all neurons of a layer open.
+        if sums_by_turns and fitted.regions.window_blocks < self._manifest.layout.summed_blocks:
+            # Block sums of more than PARTIAL_TOKENS tokens are computed in turns, with all these blocks open.
             return self._fitted(requested, PARTIAL_TOKENS)
         return fitted
 

@@ -139,7 +139,8 @@ class _Check:
             self._fail("compute.held_matrices", f"some of {', '.join(MATRICES)} in this order, each once")
         if compute.held_blocks and not compute.pipeline:
             self._fail("compute.pipeline", "is what an accelerator needs")
-        if compute.prefill_window_blocks < blocks and not runtime_of(backend_of("prefill", compute.processes)):
+        summed_blocks = self._manifest.layout.summed_blocks
+        if compute.prefill_window_blocks < summed_blocks and not runtime_of(backend_of("prefill", compute.processes)):
             for name in ("prefill_chunk_tokens", "logit_rows"):
                 tokens = getattr(compute, name)
                 if tokens > PARTIAL_TOKENS:

@@ -95,7 +95,7 @@ static uint32_t requested(const stage *s) {
 static void test_slices(const char *isa) {
     /* Window, tokens whose sums fit; slices of the next layer that are requested, slices that count as foreseen. Half a
      * window is read ahead, or a whole layer if all of it is open, with the sums of all tokens. */
-    static const uint32_t cases[][4] = {{1, TOKENS, 1, 3}, {2, TOKENS, 1, 3}, {3, TOKENS, 7, 3}, {3, 2, 3, 4}};
+    static const uint32_t cases[][4] = {{1, TOKENS, 1, 3}, {1, 2, 1, 3}, {2, TOKENS, 1, 3}, {3, TOKENS, 7, 3}, {3, 2, 3, 4}};
     static stage s, first;
     for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
         const uint32_t window = cases[n][0], fit = cases[n][1];

@@ -39,6 +39,7 @@ from neuronpipe.plans.planner.plan_options import TECHNIQUES, MemoryLimit, PlanO
 from neuronpipe.plans.planner.planned_range import expectation_of
 from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, allocate_slots
+from neuronpipe.plans.planner.validation import validate
 from neuronpipe.plans.pull.catalog import catalog
 from neuronpipe.protocol.errors import UserError
 
@@ -369,6 +370,16 @@ def test_every_accepted_limit_holds_and_leaves_room_for_what_is_moving(
         assert slots == m.clusters or slots - pinned - reserved >= min(open_clusters, m.clusters), (
             "a window must fit beside the pinned and the free"
         )
+
+
+def test_a_prompt_takes_many_tokens_at_once_though_few_slices_are_open() -> None:
+    """The sums of a slice are added before the next one's. Chunks of 64 tokens would read all weights eight times."""
+    sliced = manifest_of_shape(model_named("qwen3-8b"))
+    options = PlanOptions(memory_bytes=2400 * 10**6, context_tokens=2048)
+    plan = make_plan(sliced, device(memory_bytes=16 * GIB), options)
+    assert plan.compute.prefill_window_blocks < sliced.layout.blocks
+    assert plan.compute.prefill_chunk_tokens > PARTIAL_TOKENS
+    validate(plan, sliced, "plan.json")
 
 
 @pytest.mark.parametrize(("limit_gb", "reserved"), [(8, 16), (4, 16), (3, 11)])
