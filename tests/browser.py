@@ -77,6 +77,11 @@ def troubles(browser: WebDriver) -> list[str]:
     return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
+def troubles_at_end(browser: WebDriver) -> list[str]:
+    """The same without requests to a server that was gone: those that a page made while it was left."""
+    return [said for said in troubles(browser) if "ERR_CONNECTION_REFUSED" not in said]
+
+
 def failed_request(browser: WebDriver, status: int) -> bool:
     """Whether the one trouble since the last question is a request that was refused so. Firefox reports none."""
     said = troubles(browser)

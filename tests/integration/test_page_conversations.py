@@ -15,7 +15,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 
-from tests.browser import Page, download_into, needs_browser, new_tab, troubles
+from tests.browser import Page, download_into, needs_browser, new_tab, troubles, troubles_at_end
 from tests.firefox import Firefox
 from tests.page_server import PageServer, Thought, page_server
 
@@ -29,7 +29,7 @@ pytestmark = needs_browser
 @pytest.fixture
 def browser(long_browser: WebDriver) -> Iterator[WebDriver]:
     yield new_tab(long_browser)
-    assert [said for said in troubles(long_browser) if "429" not in said] == []
+    assert [said for said in troubles_at_end(long_browser) if "429" not in said] == []
 
 
 @pytest.fixture

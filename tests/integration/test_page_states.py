@@ -13,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import Select
 
-from tests.browser import Page, failed_request, needs_browser, new_tab, resize, troubles
+from tests.browser import Page, failed_request, needs_browser, new_tab, resize, troubles, troubles_at_end
 from tests.page_server import PageServer, page_server, run_snapshot
 
 NARROW = (360, 640)
@@ -25,7 +25,7 @@ pytestmark = needs_browser
 @pytest.fixture
 def browser(long_browser: WebDriver) -> Iterator[WebDriver]:
     yield new_tab(long_browser)
-    assert troubles(long_browser) == []
+    assert troubles_at_end(long_browser) == []
 
 
 @pytest.fixture
