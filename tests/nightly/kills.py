@@ -6,6 +6,7 @@ LOAD: `text`: two clients want one text of the demo model over and over
       `prompts`: they want texts of prompts with common beginnings, more than there are KV slots
       `recurrent`: the same of a mixture with recurrent layers
       `drafts`: the same of one that has a draft layer besides
+      `slices`: the same of a dense model with SiLU, whose feed-forwards are stored in slices
       default: all of them
 """
 
@@ -44,6 +45,7 @@ LOADS = {
     "prompts": Load(SharedPrompts),
     "recurrent": Load(SharedPrompts, "qwen3.5-moe-100m"),
     "drafts": Load(SharedPrompts, "qwen3.5-moe-mtp-100m"),
+    "slices": Load(SharedPrompts, "smollm2-135m"),
 }
 
 
