@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from neuronpipe.launch.profile.steps import steps_count, with_steps
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.measure.device_measurement import measure_profile
+from neuronpipe.plans.measure.machine_load import MachineLoad
 
 
 def measure_device_profile(
@@ -39,7 +41,8 @@ def measure_device_profile(
         progress(done_steps, total)
 
     profile = measure_profile(directory, progress=report_profile)
+    load = MachineLoad()  # a load that begins now hardly shows in the whole time, but may double that of steps
     profile = with_accelerator(profile, accelerator, report_step)
     profile = with_steps(profile, device, report_step)
     progress(total, total)
-    return profile
+    return dataclasses.replace(profile, busy=max(profile.busy, round(load.processor_share(), 3)))

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.launch.profile import device_profile
 from neuronpipe.native import ffi
 from neuronpipe.plans.device.measured_points import CoreClass, DecodePoint
-from neuronpipe.plans.device.profile import parse_profile
+from neuronpipe.plans.device.profile import DeviceProfile, parse_profile
 from neuronpipe.plans.measure import benchmark_processes, benchmark_slots, kernel_speed
 from neuronpipe.plans.measure import flash_reads as flash
 from neuronpipe.plans.measure import machine_load as busy
@@ -31,11 +32,13 @@ from neuronpipe.plans.measure.kernel_speed import (
     kernel_cases_of_all,
     profile_cases,
 )
+from neuronpipe.plans.measure.probe import this_device
 from neuronpipe.plans.package.layout import Quantization, compute_layout
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
 from tests.unit.test_cost import mixed_manifest
+from tests.unit.test_device_profile import profile
 
 MIB = 1 << 20
 
@@ -291,3 +294,33 @@ def test_without_a_package_there_is_all_but_flash(tmp_path: Path) -> None:
     assert profile.flash is None
     assert profile.sharing == ()
     assert profile.decode
+
+
+@pytest.mark.parametrize(("before", "during_steps", "busy"), [(0.05, 0.4, 0.4), (0.3, 0.01, 0.3)])
+def test_a_load_that_begins_while_steps_are_measured_counts(
+    before: float, during_steps: float, busy: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile with steps of 2.7 times their kernels, measured beside another program, was kept for 30 days."""
+    order = []
+
+    class Load:
+        def __init__(self) -> None:
+            order.append("load")
+
+        def processor_share(self) -> float:
+            return during_steps
+
+    def measured(*_: Any, **__: Any) -> Any:
+        order.append("profile")
+        return dataclasses.replace(profile(), busy=before)
+
+    def with_steps(measured: DeviceProfile, *_: Any) -> DeviceProfile:
+        order.append("steps")
+        return measured
+
+    monkeypatch.setattr(device_profile, "measure_profile", measured)
+    monkeypatch.setattr(device_profile, "MachineLoad", Load)
+    monkeypatch.setattr(device_profile, "with_steps", with_steps)
+    result = device_profile.measure_device_profile(Path("/nowhere"), this_device(), None)
+    assert result.busy == busy
+    assert order == ["profile", "load", "steps"]
