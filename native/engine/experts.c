@@ -10,7 +10,7 @@
 #include "engine/reuse.h"
 #include "engine/vectors.h"
 
-enum { OUTPUT_PIECE_ROWS = 128 }; /* at least; rows of down are shorter than rows of gate and up */
+enum { OUTPUT_PIECE_ROWS = 128, PANEL_ROWS = 16 }; /* of down at least, whose rows are shorter than those of gate; of a panel's tile */
 
 /* The group's expert has one cluster. */
 enum { CLUSTER = 0 };
@@ -26,10 +26,10 @@ uint32_t np_neuron_pieces(const np_shape *shape)
     return (shape->neurons + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
 }
 
-/* As many rows of down as have the weights of a piece's rows of gate: a few microseconds. */
+/* About as many rows of down as have the weights of a piece's rows of gate: a few microseconds. */
 static uint32_t output_piece_rows(const np_shape *s)
 {
-    const uint32_t rows = (uint32_t)((uint64_t)NP_PIECE_ROWS * s->width / s->neurons);
+    const uint32_t rows = (uint32_t)((uint64_t)NP_PIECE_ROWS * s->width / s->neurons) / PANEL_ROWS * PANEL_ROWS;
     return rows < OUTPUT_PIECE_ROWS ? OUTPUT_PIECE_ROWS : rows;
 }
 

@@ -48,7 +48,7 @@ CASES += [(name, "q8") for name in RECURRENT if SPECS[name].experts == 1]
 CASES += [(name, "q3") for name in ("many neurons", "turbosparse")]
 CASES += [("parallel", "q4k"), ("turbosparse", "q4k"), ("opt", "q5k"), ("many neurons", "q6k")]
 CASES += [("opt", "iq4"), ("turbosparse", "mxfp4"), ("gpt-oss", "mxfp4"), ("parallel", "q4h")]
-CASES += [("slices", q) for q in ("q8", "q4", "q4k")] + [("one slice", "q4")]
+CASES += [("slices", q) for q in ("q8", "q4", "q4k", "q3")] + [("one slice", "q4")]
 CASES += [("starcoder2", "q8"), ("neox", "q4k"), ("cohere", "q4k")]
 
 
