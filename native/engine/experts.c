@@ -10,7 +10,7 @@
 #include "engine/reuse.h"
 #include "engine/vectors.h"
 
-enum { OUTPUT_PIECE_ROWS = 128, PANEL_ROWS = 16 }; /* of down at least, whose rows are shorter than those of gate; of a panel's tile */
+enum { OUTPUT_PIECE_ROWS = 128 }; /* rows of down are shorter than rows of gate and up: a few microseconds */
 
 /* The group's expert has one cluster. */
 enum { CLUSTER = 0 };
@@ -26,17 +26,9 @@ uint32_t np_neuron_pieces(const np_shape *shape)
     return (shape->neurons + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
 }
 
-/* About as many rows of down as have the weights of a piece's rows of gate: a few microseconds. */
-static uint32_t output_piece_rows(const np_shape *s)
-{
-    const uint32_t rows = (uint32_t)((uint64_t)NP_PIECE_ROWS * s->width / s->neurons) / PANEL_ROWS * PANEL_ROWS;
-    return rows < OUTPUT_PIECE_ROWS ? OUTPUT_PIECE_ROWS : rows;
-}
-
 uint32_t np_output_pieces(const np_shape *shape)
 {
-    const uint32_t rows = output_piece_rows(shape);
-    return (shape->width + rows - 1) / rows;
+    return (shape->width + OUTPUT_PIECE_ROWS - 1) / OUTPUT_PIECE_ROWS;
 }
 
 static np_matrix matrix_at(const np_engine *engine, const np_matrix_place *place)
@@ -140,7 +132,7 @@ int np_multiply_output_piece(np_engine *engine, uint32_t piece, np_range tokens,
     const int is_present = np_look_up(engine, NP_VALUE, CLUSTER);
     if (is_present != 1)
         return is_present < 0 ? is_present : NP_E_ARGUMENT; /* the expert is in no open window */
-    const np_range outputs = piece_rows(piece, output_piece_rows(s), s->width);
+    const np_range outputs = piece_rows(piece, OUTPUT_PIECE_ROWS, s->width);
     const uint32_t rows = outputs.to - outputs.from;
     const np_matrix down = matrix_at(engine, &s->down);
     const float *bias = np_bias_of(engine, engine->fixed.layers[engine->layer].down_bias, s->width);

@@ -205,7 +205,7 @@ class Work:
         if kind != "down":
             for start in range(0, matrix.rows, neurons):
                 stored = matrix.stored(np.arange(start, start + neurons))
-                yield self._whole(kind, quantization, matrix, stored, importance)
+                yield self._whole(kind, quantization, matrix, stored, matrix.columns, importance)
             return
         slab = max(1, self._slab_bytes // (4 * matrix.rows * neurons))
         for first in range(0, layout.slices, slab):
@@ -214,9 +214,9 @@ class Work:
             blocks = [part.stored(rows) for rows in _blocks(np.arange(part.rows), part.columns)]
             stored = np.concatenate(blocks).reshape(part.rows, count, -1)
             for number in range(count):
-                columns = slice((first + number) * neurons, (first + number + 1) * neurons)
-                of_columns = None if importance is None else importance[columns]
-                yield self._whole(kind, quantization, part, stored[:, number], of_columns)
+                start = (first + number) * neurons
+                of_columns = None if importance is None else importance[start : start + neurons]
+                yield self._whole(kind, quantization, part, stored[:, number], neurons, of_columns)
 
     def _whole(
         self,
@@ -224,10 +224,11 @@ class Work:
         quantization: Quantization,
         matrix: StoredMatrix,
         stored: NDArray[np.uint8],
+        columns: int,
         importance: ByColumn | None,
     ) -> Rows:
-        """Return stored rows of a matrix, encoded block by block."""
-        blocks = [np.ascontiguousarray(stored[rows]) for rows in _blocks(np.arange(len(stored)), matrix.columns)]
+        """Return stored rows of a matrix, or some columns of them, encoded block by block."""
+        blocks = [np.ascontiguousarray(stored[rows]) for rows in _blocks(np.arange(len(stored)), columns)]
         encoded = [self._encoded(kind, quantization, matrix, block, importance) for block in blocks]
         return Rows(*map(np.concatenate, zip(*encoded, strict=True)))
 
