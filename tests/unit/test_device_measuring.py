@@ -168,12 +168,13 @@ def test_kernels_are_not_measured_while_their_memory_is_touched_for_the_first_ti
         return [1 + resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before], block
 
     monkeypatch.setattr(kernel_speed._Bench, "repetition", page_faults)
+    monkeypatch.setattr(benchmark_slots, "collapse", lambda content: None)  # huge pages fault less than Python does
     memory = allocate_benchmark_memory(1 << 40, 0, 1, usual_bytes=64 << 20)
     assert memory is not None
     matrix = kernel_speed.Case("matrix", "q4", 1024, 1.0)
     (point,) = kernel_speed.measure_kernels(memory, [None], "big", [matrix], rounds=1, budget_s=0.05)
     assert isinstance(point, DecodePoint)
-    assert point.bytes_per_s.median < 100, "page faults of a repetition"
+    assert point.bytes_per_s.median < 500, "page faults of a repetition; 1,060 at the first touch, 16 pages each"
 
 
 def test_flash_is_measured_by_range_order_and_class_as_far_as_the_file_goes() -> None:
