@@ -1144,6 +1144,36 @@ int np_memory_lock(const void *memory, size_t bytes);
  * 8-byte words read. Returns the bytes read; 0 for an invalid argument. */
 uint64_t np_probe_read(const void *memory, size_t bytes, size_t piece_bytes, uint32_t every, uint32_t turn, uint64_t *sum);
 
+/* ---- vocabularies (text/) ------------------------------------------------------------------------------ */
+/* The tokens and merges of a byte-pair encoding. Ids and names are those of the file; names are UTF-8. */
+typedef struct np_vocabulary np_vocabulary;
+#define NP_NO_TOKEN 4294967295
+
+/* Read the fields `vocab` and `merges` of the field `model` from the content of a tokenizer.json. Allocates; *vocabulary
+ * is NULL unless the result is NP_OK. cut: start and end of the values of `vocab` and of `merges` in the content, with
+ * white space before them.
+ * NP_E_ARGUMENT: they are not there once each, or two tokens have the same id, or a merge has parts that are no tokens;
+ * NP_E_MEMORY: the tables would have more than max_bytes. */
+int np_vocabulary_read(const uint8_t *json, uint64_t bytes, uint64_t max_bytes, np_vocabulary **vocabulary, uint64_t cut[4]);
+void np_vocabulary_free(np_vocabulary *vocabulary);
+uint64_t np_vocabulary_bytes(const np_vocabulary *vocabulary);         /* memory of the tables */
+uint32_t np_vocabulary_tokens(const np_vocabulary *vocabulary);        /* number of tokens */
+uint32_t np_vocabulary_ids(const np_vocabulary *vocabulary);           /* one more than the largest id */
+uint32_t np_vocabulary_longest_bytes(const np_vocabulary *vocabulary); /* of a name */
+/* Name of a token, not terminated; NULL if no token has this id. */
+const uint8_t *np_vocabulary_name(const np_vocabulary *vocabulary, uint32_t id, uint32_t *bytes);
+/* Id of a name; NP_NO_TOKEN if no token has it. */
+uint32_t np_vocabulary_token(const np_vocabulary *vocabulary, const uint8_t *name, uint32_t bytes);
+/* Write the ids of all names of one character, in order. Returns their number, also if `ids` is NULL. */
+uint32_t np_vocabulary_characters(const np_vocabulary *vocabulary, uint32_t *ids);
+/* 1 if the characters of all names are tokens, too, else 0. */
+int np_vocabulary_is_spelled(const np_vocabulary *vocabulary);
+/* Merge the symbols of words in place, by rank and then from the left. Returns the number of tokens that remain, or
+ * NP_E_MEMORY: a word of n symbols takes 28 n bytes meanwhile. Ids without a token stay as they are.
+ * starts: [count] 1 for the first symbol of a word, else 0
+ * whole_words: not 0 if a word that is a token as a whole becomes this token, whatever the merges are */
+int64_t np_vocabulary_merge(const np_vocabulary *vocabulary, uint32_t *tokens, const uint8_t *starts, uint64_t count, int whole_words);
+
 /* cdef end */
 
 #ifdef __cplusplus

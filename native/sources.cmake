@@ -8,6 +8,7 @@ file(GLOB NP_SOURCES CONFIGURE_DEPENDS
   ${CMAKE_CURRENT_LIST_DIR}/engine/offload/*.c
   ${CMAKE_CURRENT_LIST_DIR}/process/*.c
   ${CMAKE_CURRENT_LIST_DIR}/steps/*.c
+  ${CMAKE_CURRENT_LIST_DIR}/text/*.c
   ${CMAKE_CURRENT_LIST_DIR}/trace/*.c)
 # The C client library, for services written in C; no part of the extension.
 file(GLOB NP_CLIENT_SOURCES CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/client/*.c)

@@ -67,7 +67,7 @@ def reorder(package: Package, progress: Progress) -> Package:
         _copy_predictor(package, writer, orders)
         _copy_neurons(package, writer, orders, progress)
         template = package.chat_template() if CHAT_TEMPLATE in manifest.files else None
-        reordered = writer.complete(package.tokenizer().encode(), dict(manifest.quantization_error), template)
+        reordered = writer.complete(package.tokenizer(), dict(manifest.quantization_error), template)
         profiles = [_without_stale(profile, reordered.manifest) for profile in manifest.profiles]
         write_profiles(reordered, reordered.manifest, profiles, _frequencies(package, reordered.manifest, orders))
         return writer.publish()

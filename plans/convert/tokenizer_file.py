@@ -30,10 +30,6 @@ def read_tokenizer(path: Path, vocabulary: int) -> bytes:
 def check_tokenizer(data: bytes, vocabulary: int, where: str) -> None:
     """Raise UserError, which starts with `where`, if the library cannot load the tokenizer or an id has no
     embedding."""
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not a tokenizer.json: {error}") from None
-    ids = open_tokenizer(text, where).get_vocab(with_added_tokens=True).values()
+    ids = open_tokenizer(data, where).get_vocab(with_added_tokens=True).values()
     if (largest := max(ids, default=0)) >= vocabulary:
         raise UserError(f"{where}: token id {largest} has no embedding: the model's vocabulary is {vocabulary}")

@@ -241,6 +241,7 @@ class Manifest:
     chat: Chat | None = None  # of a package with a chat template
     quantizations: Mapping[str, Quantization] = field(default_factory=dict)  # of fixed matrices that differ
     source_experts: SourceExperts | None = None  # experts that are read in place; None: they are in bundles.bin
+    compact_tokenizer: bool = False  # `BytePairTokens.open` reads it, so that it takes little memory
     id: str = ""
 
     @cached_property
@@ -357,6 +358,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
             for name, entry in manifest.files.items()
         },
         "quantization_error": dict(manifest.quantization_error),
+        **({"compact_tokenizer": True} if manifest.compact_tokenizer else {}),
     }
     if manifest.source_experts is not None:
         values["source_experts"] = asdict(manifest.source_experts)

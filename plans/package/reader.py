@@ -187,11 +187,9 @@ class Package:
         value part."""
         return self._verified(CHECKSUMS)
 
-    def tokenizer(self) -> str:
-        try:
-            return self._verified(TOKENIZER).decode()
-        except UnicodeDecodeError:
-            raise UserError(f"{self.tokenizer_path}: not UTF-8 text; convert the model again") from None
+    def tokenizer(self) -> bytes:
+        """Return the content of tokenizer.json."""
+        return self._verified(TOKENIZER)
 
     def chat_template(self) -> str:
         """Return the text of chat_template.jinja. Requires that the manifest has `chat`."""

@@ -24,14 +24,14 @@ def panics_are_errors() -> Iterator[None]:
         raise
 
 
-def open_tokenizer(text: str, where: str) -> Any:
+def open_tokenizer(content: bytes, where: str) -> Any:
     """Return the library's tokenizer for the content of a tokenizer.json. Raises UserError, which starts with `where`,
-    if the library refuses it."""
+    if the library refuses it or it is no UTF-8 text."""
     from tokenizers import Tokenizer
 
     try:
         with panics_are_errors():
-            tokenizer = Tokenizer.from_str(text)
+            tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{where}: not a tokenizer.json: {safe_name(' '.join(str(error).split()))}") from None
     # Files may have settings from training, with which prompts would be cut or padded.

@@ -14,6 +14,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.atomic_output import PartialDirectory, ResumableDirectory, disk_usage_bytes
+from neuronpipe.plans.package.byte_pair_tokens import BytePairTokens
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
@@ -293,7 +294,10 @@ class PackageWriter:
             name: FileEntry((path / name).stat().st_size, None if name == unhashed else sha256_of(path / name))
             for name in (*texts, *self._files)
         }
-        manifest = replace(self._manifest, files=files, quantization_error=quantization_error)
+        compact = BytePairTokens.open(tokenizer) is not None
+        manifest = replace(
+            self._manifest, files=files, quantization_error=quantization_error, compact_tokenizer=compact
+        )
         manifest = replace(manifest, **measured).sealed()  # type: ignore[arg-type]
         (path / MANIFEST).write_bytes(manifest.to_bytes())
         return Package.open(path)

@@ -12,8 +12,9 @@ from typing import Any
 
 from neuronpipe.native import lib
 from neuronpipe.plans.activity.eviction_rule import whole_experts_of_token
+from neuronpipe.plans.package.byte_pair_tokens import tokenizer_bytes
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
-from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.manifest import TOKENIZER, Manifest
 from neuronpipe.plans.plan.borrowed_memory import BorrowableMemory, usable_borrowed_slots
 from neuronpipe.plans.plan.document import MemoryBudget, Plan
 from neuronpipe.plans.plan.offloaded_blocks import offload_bytes, offloaded_matrices_bytes
@@ -49,8 +50,6 @@ HELPER_SHARE = 16  # one part in 16
 MIN_GRAMMARS_BYTES = 8 * MIB
 MIN_TEMPLATES_BYTES = 24 * MIB
 MAX_HELPER_GROWTH_BYTES = 64 * MIB
-# Reading a tokenizer takes 14 times the bytes of its file; 7 times remain (measured with 32,000 and 128,000 tokens).
-TOKENIZER_FACTOR = 14
 # An OpenCL driver with its compiler: 236 to 253 MiB measured with PoCL 3.1.
 DRIVER_BYTES = 272 * MIB
 # Growth of the coordinator's helper process for grammars, for each token of the vocabulary that its library reads
@@ -135,7 +134,6 @@ def memory_budget(
     layouts = fixed_layouts(manifest, shape) | prefill_layouts(manifest, shape, prefill_chunk_tokens)
     prefill_tokens = shape.prefill_tokens(prefill_chunk_tokens)
     product_neurons = product_blocks(manifest.layout, manifest.layout.blocks) * manifest.layout.block_neurons
-    tokenizer = TOKENIZER_FACTOR * manifest.files["tokenizer.json"].bytes
     segments_bytes = {f"{name}_bytes": layout.total_bytes for name, layout in layouts.items()}
     if shape.embedding_on_flash:
         segments_bytes["fixed_bytes"] -= embedding_flash_bytes(manifest)
@@ -146,7 +144,7 @@ def memory_budget(
         + gateway_bytes(int(manifest.chat is not None), 0) * shape.gateways
         + INTERPRETER_PER_PROCESS_BYTES  # of the helper process for grammars
         + _driver_bytes(manifest, shape)
-        + tokenizer,
+        + tokenizer_bytes(manifest.files[TOKENIZER].bytes, compact=manifest.compact_tokenizer),
         vocabulary_bytes=vocabulary_bytes(manifest),
         private_bytes=_engines_bytes(manifest, shape, prefill_tokens)
         + runtime_bytes(manifest, shape.prefill_backend, neurons=product_neurons, tokens=prefill_tokens)

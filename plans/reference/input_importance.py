@@ -46,7 +46,7 @@ def measure_importance(checkpoint: Checkpoint, text: str, origin: str, progress:
 def calibration_windows(checkpoint: Checkpoint, text: str, origin: str) -> Sequence[Sequence[int]]:
     """Return context windows of the first CALIBRATION_TOKENS tokens of a text. Raises UserError, which starts with
     `origin`, if the text is too short."""
-    tokenizer = open_tokenizer(checkpoint.tokenizer.decode(), f"{checkpoint.source.name}: tokenizer")
+    tokenizer = open_tokenizer(checkpoint.tokenizer, f"{checkpoint.source.name}: tokenizer")
     ids = tokenizer.encode(text).ids[:CALIBRATION_TOKENS]
     if len(ids) < MIN_CALIBRATION_TOKENS:
         raise UserError(f"{origin}: {len(ids)} tokens; calibration needs {MIN_CALIBRATION_TOKENS} or more")

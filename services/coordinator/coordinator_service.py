@@ -82,7 +82,7 @@ class CoordinatorService:
         self._epoch = Epoch(self._memory)
         self._processes = processes.WorkerProcesses(job.plan.compute, self._memory)
         model, limits = job.package.manifest.model, Limits.of(job)
-        tokenizer = FileTokenizer(job.package.tokenizer())
+        tokenizer = FileTokenizer(job.package.tokenizer(), must_be_compact=job.package.manifest.compact_tokenizer)
         grammars_bytes = job.plan.memory.grammars_bytes
         self._answers = ConstrainedAnswers.of(job.package.manifest, tokenizer, limits.end_tokens, grammars_bytes)
         self._reserved, self._kv_tokens = (self._memory.view("board", name) for name in ("reserved", "kv_tokens"))

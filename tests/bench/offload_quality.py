@@ -61,7 +61,7 @@ def in_q4(package: Package, target: Path) -> Package:
             writer.matrix(name, encode("q4", weights.matrix(name)))
         for layer in range(model.layers):
             writer.neurons(*(encode("q4", rows) for rows in weights.neurons(layer, 0)))
-        writer.complete(package.tokenizer().encode(), {})
+        writer.complete(package.tokenizer(), {})
         return writer.publish()
 
 

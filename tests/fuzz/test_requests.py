@@ -37,11 +37,11 @@ from tests.fuzz.test_wire import documents
 
 VOCABULARY, END = 4096, 0
 PROCESSES = [("decode", 0), ("prefill", 0)]
-TEXT = (Path(DEMO) / "tokenizer.json").read_text(encoding="utf-8")
+CONTENT = (Path(DEMO) / "tokenizer.json").read_bytes()
 LOGITS = np.random.default_rng(7).normal(0, 4, VOCABULARY).astype(np.float32)
 LOGITS[5:9] = math.inf, -math.inf, 0.0, -0.0
 SAMPLER = Sampler(memoryview(LOGITS).cast("B").cast("f"), VOCABULARY)
-TOKENIZER = FileTokenizer(TEXT)
+TOKENIZER = FileTokenizer(CONTENT)
 CONSTRAINTS = DirectConstraints(Grammars(TOKENIZER, VOCABULARY, [END]))
 
 any_float = st.floats() | st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0, 1e-300, 1e38])

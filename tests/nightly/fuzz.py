@@ -171,7 +171,7 @@ def schema_target() -> Target:
 
     It does so as the coordinator does: in a helper process, with the limits of time and memory of a run.
     """
-    grammars = Grammars(FileTokenizer((DEMO / "tokenizer.json").read_text()), DEMO_IDS, [0])
+    grammars = Grammars(FileTokenizer((DEMO / "tokenizer.json").read_bytes()), DEMO_IDS, [0])
     answers = ConstrainedAnswers(grammars, MAX_HELPER_GROWTH_BYTES, GRAMMAR_TOKEN_BYTES * DEMO_IDS)
     answers.set_memory(True)
 

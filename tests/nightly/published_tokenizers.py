@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Test structured output with published tokenizers: whole answers of random allowed tokens, through the helper process.
+"""Test published tokenizers: equal ids as by the `tokenizers` library, and structured output, with whole answers of
+random allowed tokens, through the helper process.
 
     .venv/bin/python tests/nightly/published_tokenizers.py FILE...
     .venv/bin/python tests/nightly/published_tokenizers.py     # of six families, from the npm registry
@@ -26,7 +27,7 @@ from neuronpipe.plans.plan.memory_budget import GRAMMAR_TOKEN_BYTES, MAX_HELPER_
 from neuronpipe.protocol.messages.request import Calls, Function, Generate
 from neuronpipe.services.coordinator.text.constrained_answers import ConstrainedAnswers
 from neuronpipe.services.coordinator.text.grammar import Grammars
-from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer, TextStream
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer, LibraryTokens, TextStream
 
 FAMILIES = ("llama2", "llama3", "gemma3", "qwen3", "deepseek_v3", "gptoss")
 MAX_ANSWER_TOKENS = 1000
@@ -75,8 +76,8 @@ KINDS: dict[str, tuple[dict[str, object], Callable[[str], object]]] = {
     "json_object": ({"grammar": json.dumps(NOTHING | {"additionalProperties": {"type": "null"}})}, is_object),
     "required tools": ({"calls": CALLS}, is_call),
     "regex": (
-        {"grammar": "(yes|yesterday), +the answer", "grammar_syntax": "regex"},
-        re.compile("(yes|yesterday), +the answer").fullmatch,
+        {"grammar": "(yes|yesterday), {1,9}the answer", "grammar_syntax": "regex"},
+        re.compile("(yes|yesterday), {1,9}the answer").fullmatch,
     ),
     "choice": ({"grammar": '{"enum": ["New York", "New Jersey", "Newark"]}'}, json.loads),
     "gbnf": ({"grammar": 'root ::= " yes" | " yesno"', "grammar_syntax": "gbnf"}, (" yes", " yesno").__contains__),
@@ -132,11 +133,48 @@ def streamed(tokenizer: FileTokenizer, tokens: list[int]) -> str:
     return "".join(map(stream.push, tokens)) + stream.finish()
 
 
+def random_texts(added: list[str]) -> Iterator[str]:
+    """Yield 400 texts of pieces of a page, added tokens, white space, numbers and characters of many scripts, and long
+    texts that are encoded in blocks."""
+    chance, page = random.Random(5), Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
+    scripts = ((32, 127), (0x80, 0x2000), (0x300, 0x340), (0x4E00, 0x9FFF), (0x1F300, 0x1F6FF))
+    draws: tuple[Callable[[], str], ...] = (
+        lambda: page[(start := chance.randrange(len(page))) : start + chance.randint(1, 60)],
+        lambda: chance.choice(added),
+        lambda: " " * chance.randint(1, 20) + "\n" * chance.randint(0, 3),
+        lambda: str(chance.randrange(10 ** chance.randint(1, 20))),
+        lambda: "".join(chr(chance.randrange(*chance.choice(scripts))) for _ in range(chance.randint(1, 15))),
+    )
+    texts = ["".join(chance.choice(draws)() for _ in range(chance.randint(1, 30))) for _ in range(400)]
+    yield from texts
+    yield from (
+        "".join(texts),
+        page * 20,
+        "漢字" * 30_000,
+        "7" * 60_000,
+        " " * 60_000,
+        "\n" * 60_000,
+        "".join(added * 3),
+    )
+
+
+def wrong_ids(path: Path) -> Iterator[str]:
+    """Yield the texts whose ids or decoded text are not those of the library."""
+    content = path.read_bytes()
+    tokens, library = FileTokenizer(content, must_be_compact=True).tokens, LibraryTokens(content)
+    for text in random_texts([token.content for token in library.added.values()]):
+        ids = library.encode(text, frame=True)
+        if tokens.encode(text, frame=True) != ids or tokens.decode(ids, special=False) != library.decode(
+            ids, special=False
+        ):
+            yield f"{path}: other ids than the library's: {text[:80]!r}"
+
+
 def check_tokenizer(path: Path) -> list[str]:
-    """Check all kinds of answers with one tokenizer. Return the failures."""
-    tokenizer = FileTokenizer(path.read_text(encoding="utf-8"))
-    vocabulary = max(tokenizer._library.get_vocab().values()) + 1
-    ends, wrong = ends_of(tokenizer), []
+    """Check the ids of many texts and all kinds of answers with one tokenizer. Return the failures."""
+    tokenizer = FileTokenizer(path.read_bytes())
+    vocabulary = tokenizer.tokens.ids
+    ends, wrong = ends_of(tokenizer), list(wrong_ids(path))
     grammars, vocabulary_bytes = Grammars(tokenizer, vocabulary, ends), GRAMMAR_TOKEN_BYTES * vocabulary
     answers = ConstrainedAnswers(grammars, MAX_HELPER_GROWTH_BYTES, vocabulary_bytes)
     answers.set_memory(True)

@@ -55,7 +55,7 @@ def download(folder: Path) -> Path:
 
 def check_tokens(package: Path) -> None:
     """Compare the tokens of English, code, numbers, emoji, blanks and a conversation with llama.cpp's."""
-    tokenizer = Tokenizer.from_str(Package.open(package).tokenizer())
+    tokenizer = Tokenizer.from_str(Package.open(package).tokenizer().decode())
     chats = {chat["text"]: chat["tokens"] for chat in EXPECTED["chat"]}
     for text, ids in {**EXPECTED["tokens"], **chats}.items():
         assert tokenizer.encode(text).ids == list(map(int, ids.split())), text

@@ -46,7 +46,7 @@ NOW = '<tool_call>\n{"name": "weather_now", "arguments": {}}\n</tool_call>'
 def tokenizer() -> FileTokenizer:
     library = Tokenizer.from_file(str(PATH))
     library.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
-    return FileTokenizer(library.to_str())
+    return FileTokenizer(library.to_str().encode())
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_reasoning_may_come_before_and_is_not_searched_for_calls(said) -> None: 
 def test_channels_come_in_their_order(tokenizer: FileTokenizer) -> None:
     library = Tokenizer.from_file(str(PATH))
     library.add_special_tokens([AddedToken(name, special=True) for name in HARMONY.tokens])
-    channels = FileTokenizer(library.to_str())
+    channels = FileTokenizer(library.to_str().encode())
     grammars, form = Grammars(channels, library.get_vocab_size(), [END]), HARMONY.calls
     assert form is not None
     calls = Calls(

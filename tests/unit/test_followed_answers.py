@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neuronpipe.plans.plan.memory_budget import GRAMMAR_TOKEN_BYTES, MIN_GRAMMARS_BYTES
+from neuronpipe.plans.plan.memory_budget import GRAMMAR_TOKEN_BYTES, MAX_HELPER_GROWTH_BYTES, MIN_GRAMMARS_BYTES
 from neuronpipe.protocol.messages.request import Calls, Function, Generate, GrammarSyntax
 from neuronpipe.services.coordinator.text import constrained_answers as following
 from neuronpipe.services.coordinator.text.constrained_answers import ConstrainedAnswer, ConstrainedAnswers
@@ -34,16 +34,26 @@ LONG_S = 30.0
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(FileTokenizer(PATH.read_text()), VOCABULARY, [END])
+    return Grammars(FileTokenizer(PATH.read_bytes()), VOCABULARY, [END])
+
+
+def followed_in(grammars: Grammars, growth_bytes: int) -> Iterator[ConstrainedAnswers]:
+    followed = ConstrainedAnswers(grammars, growth_bytes, VOCABULARY_BYTES)
+    followed.set_memory(True)
+    yield followed
+    followed.close()
 
 
 @pytest.fixture
 def answers(grammars: Grammars) -> Iterator[ConstrainedAnswers]:
     """As in a run with the least memory limit."""
-    followed = ConstrainedAnswers(grammars, MIN_GRAMMARS_BYTES, VOCABULARY_BYTES)
-    followed.set_memory(True)
-    yield followed
-    followed.close()
+    yield from followed_in(grammars, MIN_GRAMMARS_BYTES)
+
+
+@pytest.fixture
+def slow_answers(grammars: Grammars) -> Iterator[ConstrainedAnswers]:
+    """With so much memory that the limit of time is reached first."""
+    yield from followed_in(grammars, MAX_HELPER_GROWTH_BYTES)
 
 
 def ask(grammar: str | None, syntax: GrammarSyntax = "json", **more: Any) -> Generate:
@@ -238,20 +248,20 @@ def test_a_grammar_that_takes_too_long_is_refused_and_tokens_go_before_those_tha
 
 
 def test_grammars_that_wait_for_too_long_are_refused_at_once_and_later_ones_are_not(
-    answers: ConstrainedAnswers, monkeypatch: pytest.MonkeyPatch
+    slow_answers: ConstrainedAnswers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "WITHIN_S", 0.2)
     monkeypatch.setattr(following, "WAITING_S", 0.5)
     began = time.monotonic()
-    slow = [answers.start(ask(K_PATTERNS[0])) for _ in range(20)]
-    known(answers, *slow)
+    slow = [slow_answers.start(ask(K_PATTERNS[0])) for _ in range(20)]
+    known(slow_answers, *slow)
     assert time.monotonic() - began < 3.0
     codes = [one.failure.code for one in slow if one.failure is not None]
     assert codes[0] == "bad_request"
     assert codes.count("starting") >= 10
     monkeypatch.setattr(following, "WITHIN_S", LONG_S)
-    answer = answers.start(ask("json"))
-    known(answers, answer)
+    answer = slow_answers.start(ask("json"))
+    known(slow_answers, answer)
     assert answer.failure is None
 
 

@@ -93,11 +93,11 @@ KINDS: dict[str, Callable[[], str]] = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest) -> FileTokenizer:
-    return FileTokenizer(KINDS[request.param]())
+    return FileTokenizer(KINDS[request.param]().encode())
 
 
 def vocabulary_of(tokenizer: FileTokenizer) -> int:
-    return max(tokenizer._library.get_vocab().values()) + 1
+    return tokenizer.tokens.ids
 
 
 def drawn(grammar: Grammar, tokenizer: FileTokenizer, seed: int, ends: int) -> bytes:

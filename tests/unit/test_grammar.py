@@ -26,7 +26,7 @@ PERSON = json.dumps(
 
 @pytest.fixture(scope="module")
 def tokenizer() -> FileTokenizer:
-    return FileTokenizer(PATH.read_text())
+    return FileTokenizer(PATH.read_bytes())
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +126,13 @@ def test_a_tokenizer_whose_names_may_mean_anything_is_an_error_of_the_request() 
     library = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "{": 1, "##}": 2}, unk_token="[UNK]"))
     library.decoder = decoders.WordPiece()
     with pytest.raises(GrammarError, match="this package's tokenizer: its decoder is neither"):
-        Grammars(FileTokenizer(library.to_str()), 3, [0]).start("json")
+        Grammars(FileTokenizer(library.to_str().encode()), 3, [0]).start("json")
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_may_follow_is_what_the_library_finds_when_it_reads_the_file_itself(grammars: Grammars, seed: int) -> None:
     text = PATH.read_text()
-    reading = Grammars(FileTokenizer(text), VOCABULARY, [END])
+    reading = Grammars(FileTokenizer(text.encode()), VOCABULARY, [END])
     reading.__dict__["_tokens"] = llguidance.LLTokenizer(text, n_vocab=VOCABULARY, eos_token=[END], slices=[])
     ours, theirs, chance = grammars.start(PERSON), reading.start(PERSON), random.Random(seed)
     complete = False
@@ -180,6 +180,6 @@ def test_names_with_byte_fallback_are_spelled_as_in_sentencepiece(tmp_path: Path
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = FileTokenizer((tmp_path / "tokenizer.json").read_text())
+    tokenizer = FileTokenizer((tmp_path / "tokenizer.json").read_bytes())
     pieces = [tokenizer.piece(token) for token in range(1, 7)]
     assert pieces == [b" ", b" a", b"\xc3", b"\xbc", b"b c", b"</s>"]

@@ -71,7 +71,7 @@ VALUES: list[dict[str, Any]] = [
 def tokenizer() -> FileTokenizer:
     library = Tokenizer.from_file(str(PATH))
     library.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
-    return FileTokenizer(library.to_str())
+    return FileTokenizer(library.to_str().encode())
 
 
 @pytest.fixture(scope="module")

@@ -227,8 +227,8 @@ def test_json_that_is_deep_or_long_is_refused(content: str) -> None:
         parse_json(content.encode(), "x")
 
 
-def tokenizer_with(package: Path, **fields: Any) -> str:
-    return json.dumps(json.loads((package / "tokenizer.json").read_text()) | fields)
+def tokenizer_with(package: Path, **fields: Any) -> bytes:
+    return json.dumps(json.loads((package / "tokenizer.json").read_text()) | fields).encode()
 
 
 TRUNCATION = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
@@ -248,7 +248,7 @@ PADDING = {
 def test_a_text_is_neither_cut_nor_filled_up_by_its_tokenizer(package: Path, fields: dict[str, Any]) -> None:
     """Cut in silence it would be another prompt; some lengths make the library panic, others take all memory."""
     text = "the rain in spain"
-    plain = FileTokenizer((package / "tokenizer.json").read_text()).encode(text)
+    plain = FileTokenizer((package / "tokenizer.json").read_bytes()).encode(text)
     assert len(plain) > 2
     assert FileTokenizer(tokenizer_with(package, **fields)).encode(text) == plain
 
@@ -261,8 +261,8 @@ def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch, pac
         def encode(self, text: str, **options: bool) -> None:
             raise PanicException("`stride` must be\nstrictly less")
 
-    file_tokenizer = FileTokenizer((package / "tokenizer.json").read_text())
-    monkeypatch.setattr(file_tokenizer, "_library", Library())
+    file_tokenizer = FileTokenizer((package / "tokenizer.json").read_bytes())
+    monkeypatch.setattr(file_tokenizer.tokens, "_splitter", Library())
     with pytest.raises(Panic, match="stride"):
         file_tokenizer.encode("a text")
 
@@ -272,5 +272,5 @@ def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch, pac
 )
 def test_a_file_that_is_no_tokenizer_is_one_line(content: str) -> None:
     with pytest.raises(UserError, match="x: not a tokenizer") as caught:
-        open_tokenizer(content, "x")
+        open_tokenizer(content.encode(), "x")
     assert "\n" not in str(caught.value)

@@ -26,6 +26,7 @@ from neuronpipe.plans.lab.synth.measured_statistics import measure, render
 from neuronpipe.plans.lab.synth.routing import ROUTINGS, Routing, frequencies, routing_of
 from neuronpipe.plans.lab.synth.shapes import SHAPES, coordinates, rank_of
 from neuronpipe.plans.lab.synth.synthesize import synthesize
+from neuronpipe.plans.lab.synth.tokens import CHARACTERS
 from neuronpipe.plans.lab.synth.trajectory import PRESETS, trajectory
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.manifest import TOKENIZER
@@ -444,7 +445,9 @@ def test_prompts_can_be_typed(package: Package) -> None:
     assert package.manifest.workload is not None
     first, count = package.manifest.workload.presets["pessimistic"]
     assert tokenizer.encode("pessimistic0 pessimistic1").ids == [first, first + 1]
-    assert tokenizer.encode("whatever").ids == [0]
+    letters = [SMALL.vocabulary - len(CHARACTERS) + CHARACTERS.index(letter) for letter in "ate"]
+    assert tokenizer.encode("whatever").ids == [0, *letters, 0, letters[2], 0]
+    assert package.manifest.compact_tokenizer
     assert tokenizer.decode([first + count - 1]) == f"pessimistic{count - 1}"
     assert tokenizer.get_vocab_size() == SMALL.vocabulary
 

@@ -22,9 +22,9 @@ from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 def resident_kb():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
 
-small = FileTokenizer((DEMO / "tokenizer.json").read_text())  # brings the library in
+small = FileTokenizer((DEMO / "tokenizer.json").read_bytes())  # brings the library in
 before_kb = resident_kb()
-large = FileTokenizer(open(sys.argv[1]).read())
+large = FileTokenizer(open(sys.argv[1], "rb").read())
 print(1024 * (resident_kb() - before_kb))
 """
 

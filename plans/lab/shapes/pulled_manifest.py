@@ -91,6 +91,7 @@ def manifest_of_pulled(model: CatalogModel) -> Manifest:
         fired_by_layer=_fired_by_layer(model.name, spec),
         predictor=_predictor(model, spec, quantization) if model.predictor_rank else None,
         quantizations=_fixed_quantizations(spec, quantization, encodings),
+        compact_tokenizer=True,
     )
     return with_file_lengths(manifest)
 

@@ -48,6 +48,7 @@ def manifest_of_shape(shape: SimulatedModel) -> Manifest:
         quantization_error={},
         fired_by_layer=(shape.active,) * spec.layers,
         predictor=predictor,
+        compact_tokenizer=True,
     )
     return with_file_lengths(manifest)
 

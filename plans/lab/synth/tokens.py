@@ -27,6 +27,7 @@ OUTPUT_SIZE = 0.1  # magnitude of an output row's weights
 SEQUENCE_TOKENS = 96
 INDEPENDENT_SEQUENCES = 4  # of the independent preset; other presets have one sequence
 HELD_OUT_PART = 4
+CHARACTERS = sorted({*"0123456789unused", *"".join(PRESETS)})  # all that names consist of
 
 
 @frozen
@@ -60,15 +61,15 @@ def calibration_sequences(work: Workload) -> CalibrationSequences:
 
 
 def tokenizer_json(work: Workload, vocabulary: int) -> bytes:
-    """Return the content of tokenizer.json: words `default0`, `default1` and so on between spaces. Unknown words are
-    the first token."""
-    names = {f"unused{token}": token for token in range(vocabulary)}
+    """Return the content of tokenizer.json: words `default0`, `default1` and so on between spaces. The last tokens are
+    the CHARACTERS, of which an unknown word consists; other characters of it are the first token."""
+    names = [f"unused{token}" for token in range(vocabulary)]
     for preset, (first, count) in work.presets.items():
-        for number in range(count):
-            del names[f"unused{first + number}"]
-            names[f"{preset}{number}"] = first + number
-    unknown = min(names, key=lambda name: names[name])
-    tokenizer = Tokenizer(models.WordLevel(names, unk_token=unknown))
+        names[first : first + count] = [f"{preset}{number}" for number in range(count)]
+    names[-len(CHARACTERS) :] = CHARACTERS
+    # A byte-pair encoding that takes whole words, because it takes as little memory as those of real models.
+    ids = {name: token for token, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(ids, [], unk_token=names[0], fuse_unk=True, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return str(tokenizer.to_str()).encode()
 

@@ -117,6 +117,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         chat=chat,
         quantizations=quantizations,
         source_experts=experts,
+        compact_tokenizer=record.has("compact_tokenizer") and record.boolean("compact_tokenizer"),
         id=record.text("id"),
     )
     record.finish()

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol, Self
 
 from neuronpipe.native import lib
+from neuronpipe.plans.package.byte_pair_tokens import BytePairTokens
 from neuronpipe.plans.package.tokenizer import open_tokenizer, panics_are_errors
+from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -54,44 +57,75 @@ class Tokenizer(Protocol):
         ...
 
 
-class FileTokenizer:
-    """A package's tokenizer.json, read by the `tokenizers` library."""
+class LibraryTokens:
+    """The tokens of any tokenizer.json, all of it read by the `tokenizers` library."""
 
-    def __init__(self, text: str) -> None:
-        self._library = open_tokenizer(text, "tokenizer.json")
-        lib.np_memory_give_back()  # reading takes twice the memory that stays
-        self._spelling: Spelling | None = None
+    def __init__(self, content: bytes) -> None:
+        self._library = open_tokenizer(content, "tokenizer.json")
+        self.decoder = self._library.decoder
+        self.added: Mapping[int, Any] = self._library.get_added_tokens_decoder()
+
+    @property
+    def ids(self) -> int:
+        """One more than the largest id."""
+        return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def longest_name_bytes(self) -> int:
         names = map(self._library.id_to_token, range(self._library.get_vocab_size()))
+        return max((len(name.encode()) for name in names if name), default=0)
+
+    def name(self, token: int) -> str | None:
+        return None if (name := self._library.id_to_token(token)) is None else str(name)
+
+    def decode(self, tokens: Sequence[int], *, special: bool) -> str:
+        return str(self._library.decode(list(tokens), skip_special_tokens=not special))
+
+    def encode(self, text: str, *, frame: bool) -> list[int]:
+        with panics_are_errors():
+            return list(self._library.encode(text, add_special_tokens=frame).ids)
+
+
+class FileTokenizer:
+    """A package's tokenizer.json. Only a byte-pair encoding is read in little memory."""
+
+    def __init__(self, content: bytes, *, must_be_compact: bool = False) -> None:
+        """must_be_compact: the memory of the run counts on little memory. Raises UserError if it takes more."""
+        compact = BytePairTokens.open(content)
+        if must_be_compact and compact is None:
+            raise UserError("tokenizer.json: `compact_tokenizer` of manifest.json is wrong; convert the model again")
+        self.tokens: BytePairTokens | LibraryTokens = compact or LibraryTokens(content)
+        lib.np_memory_give_back()  # reading takes more memory than what stays
         # A token's name has at least a character for each byte; normalizers may shorten a text a little.
-        self._longest_token_bytes = max(16, *(len(name.encode()) for name in names if name))
+        self._longest_token_bytes = max(16, self.tokens.longest_name_bytes)
 
     @property
     def longest_token_bytes(self) -> int:
         return self._longest_token_bytes
 
     def encode(self, text: str, *, frame: bool = True) -> list[int]:
-        with panics_are_errors():
-            return list(self._library.encode(text, add_special_tokens=frame).ids)
+        return self.tokens.encode(text, frame=frame)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """See `Tokenizer`. Invalid UTF-8 becomes U+FFFD."""
-        return str(self._library.decode(list(tokens), skip_special_tokens=not special))
+        return self.tokens.decode(tokens, special=special)
 
     def piece(self, token: int) -> bytes:
-        if self._spelling is None:
-            self._spelling = Spelling.of(self._library)
-        name = self._library.id_to_token(token)
+        name = self.tokens.name(token)
         return b"" if name is None else self._spelling.bytes_of(name)
 
     @property
     def special_tokens(self) -> list[int]:
-        return [token for token, added in self._library.get_added_tokens_decoder().items() if added.special]
+        return [token for token, added in self.tokens.added.items() if added.special]
 
     def pieces(self, count: int) -> list[bytes]:
-        pieces = [self.piece(token) for token in range(count)]
-        if self._spelling is None or not self._spelling.every_byte:
+        if not self._spelling.every_byte:
             raise ValueError("its decoder is neither ByteLevel nor ByteFallback")
-        return pieces
+        return [self.piece(token) for token in range(count)]
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling.of(self.tokens.decoder, self.tokens.added)
 
 
 def _bytes_by_character() -> dict[str, int]:
@@ -118,8 +152,11 @@ class Spelling:
     plain: frozenset[str]
 
     @classmethod
-    def of(cls, library: Any) -> Self:
-        decoder = library.decoder
+    def of(cls, decoder: Any, added: Mapping[int, Any]) -> Self:
+        """Return the rules of the library's decoder, or of none.
+
+        added: the added tokens by their ids
+        """
         steps = list(_steps(json.loads(decoder.__getstate__()))) if decoder is not None else []
         kinds = {step.get("type") for step in steps}
         replaced = {}
@@ -132,7 +169,7 @@ class Spelling:
             alphabet=_bytes_by_character() if "ByteLevel" in kinds else None,
             byte_names="ByteFallback" in kinds,
             replaced=replaced,
-            plain=frozenset(token.content for token in library.get_added_tokens_decoder().values()),
+            plain=frozenset(token.content for token in added.values()),
         )
 
     @property
