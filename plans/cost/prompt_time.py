@@ -5,7 +5,7 @@
 | panels | attention's matrices times the tokens of a chunk; gates, or whole experts, times the tokens that chose them |
 | values | otherwise Up and Down rows of the active neurons, for each token by itself, from the processor's cache |
 | attention | each token's heads times the keys and values before it, from the processor's cache |
-| gates | for each token's product with each gate: deciding whether it is active, and listing active gates |
+| gates | for each token's product with each gate: deciding whether it is active, listing active gates, the function |
 | block sums | a token's output of each block: zeroed, added to, read again |
 
 Where all neurons fire, Ups are panels too, and Downs are added for several tokens at once.

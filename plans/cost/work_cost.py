@@ -43,6 +43,9 @@ SINGLE_TOKEN_SHARE = 0.5
 ASSUMED_ATTENDED_PER_S = 20e9
 # Time of a core for each gate of each token of a prompt, measured by perf with a 1B on an EPYC with AVX-512.
 GATE_NS = 11.0
+# The same where no gate is decided about and no token chooses experts: 3.6 to 5.6 on Zen 5, from prompts of 512 of five
+# dense SiLU models in slices (tests/bench/results, models beside bench).
+SLICE_GATE_NS = 5.0
 BARRIERS_PER_LAYER = 6  # after queries, keys and values; attention; projection; blocks; sums; and between layers
 
 
@@ -181,8 +184,10 @@ class WorkCost:
         return 1e3 * products * (each_s or 1 / (self.workers * ASSUMED_ATTENDED_PER_S))
 
     def gates_ms(self, gates: float) -> float:
-        """Return the time to decide for each of `gates` products whether it is active, and to list active gates."""
-        return gates * GATE_NS / self.workers / 1e6
+        """Return the time to decide for each of `gates` products whether it is active, and to list active gates; in
+        slices, where all are active, to compute the activation function."""
+        in_slices = self.manifest.layout.down_by_output and self.manifest.model.experts == 1
+        return gates * (SLICE_GATE_NS if in_slices else GATE_NS) / self.workers / 1e6
 
     # ---- flash -----------------------------------------------------------------------------------------------
     def flash_ms(self, reads: float, read_bytes: float, at_once: float, depth: int) -> float | None:
