@@ -1152,8 +1152,8 @@ typedef struct np_vocabulary np_vocabulary;
 /* Read the fields `vocab` and `merges` of the field `model` from the content of a tokenizer.json. Allocates; *vocabulary
  * is NULL unless the result is NP_OK. cut: start and end of the values of `vocab` and of `merges` in the content, with
  * white space before them.
- * NP_E_ARGUMENT: they are not there once each, or two tokens have the same id, or a merge has parts that are no tokens;
- * NP_E_MEMORY: the tables would have more than max_bytes. */
+ * NP_E_ARGUMENT: they are not there once each, two tokens have the same id, a merge has parts that are no tokens, a limit
+ * of ids and names is exceeded, or names collide; NP_E_MEMORY: out of memory, or the tables would exceed max_bytes. */
 int np_vocabulary_read(const uint8_t *json, uint64_t bytes, uint64_t max_bytes, np_vocabulary **vocabulary, uint64_t cut[4]);
 void np_vocabulary_free(np_vocabulary *vocabulary);
 uint64_t np_vocabulary_bytes(const np_vocabulary *vocabulary);         /* memory of the tables */

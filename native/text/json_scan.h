@@ -1,5 +1,5 @@
-/* Reading JSON from memory without a tree of it. Positions never pass `end`. After an error `failed` is set, and every
- * function does nothing. Only what is read is checked: skipped values need to have closed strings and brackets. */
+/* Reading JSON from memory without a tree of it. Positions never pass `end`. After an error `failed` is set, and
+ * nothing more is read. Only what is read is checked: skipped values need to have closed strings and brackets. */
 #ifndef NP_TEXT_JSON_SCAN_H
 #define NP_TEXT_JSON_SCAN_H
 #include <stdint.h>

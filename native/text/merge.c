@@ -91,13 +91,14 @@ static uint64_t merge_word(const np_vocabulary *v, work *w, uint32_t *tokens, ui
     return kept;
 }
 
-/* Return the token whose name is that of all symbols together; NP_NO_TOKEN if there is none. */
+/* Return the token whose name is that of all symbols together; NP_NO_TOKEN if there is none, or a symbol is no character
+ * of the word: a byte, or the unknown token. */
 static uint32_t whole_word(const np_vocabulary *v, work *w, const uint32_t *tokens, uint64_t count)
 {
     uint32_t length = 0;
     for (uint64_t i = 0; i < count; i++) {
         const uint32_t bytes = tokens[i] < v->ids ? v->lengths[tokens[i]] : 0;
-        if (!bytes || bytes > v->longest_bytes - length)
+        if (!bytes || bytes > v->longest_bytes - length || bytes != np_character_bytes(v->names[v->starts[tokens[i]]]))
             return NP_NO_TOKEN;
         memcpy(w->name + length, v->names + v->starts[tokens[i]], bytes);
         length += bytes;

@@ -1,5 +1,6 @@
 /* Reads the tables of a byte-pair encoding from a tokenizer.json. The file is a stranger's: its sizes are counted before
- * memory is taken, and a hash table whose names collide more than chance explains is refused. */
+ * memory is taken. No entry of a hash table is more than MAX_PROBES slots behind its first one, so that each look-up
+ * takes bounded time; a file in which an entry would be is refused. */
 #include "vocabulary.h"
 
 #include <stdlib.h>
@@ -10,7 +11,7 @@
 enum {
     MAX_ID = (1 << 24) - 1,
     MAX_NAME_BYTES = 1 << 16,
-    MAX_PROBES = 256 /* at least a third of the slots is empty, so that a table of a million needs far fewer */
+    MAX_PROBES = 256 /* a third of the slots is empty: a million entries that are not chosen to collide need fewer */
 };
 
 typedef struct {
@@ -41,7 +42,7 @@ static int is_name(const np_vocabulary *v, uint32_t id, const uint8_t *name, uin
 uint32_t np_vocabulary_token(const np_vocabulary *v, const uint8_t *name, uint32_t length)
 {
     uint64_t slot = first_slot(hash_bytes(name, length), v->name_slots);
-    for (; v->by_name[slot]; slot = slot + 1 < v->name_slots ? slot + 1 : 0)
+    for (int probes = 0; v->by_name[slot] && probes <= MAX_PROBES; probes++, slot = slot + 1 < v->name_slots ? slot + 1 : 0)
         if (is_name(v, v->by_name[slot] - 1, name, length))
             return v->by_name[slot] - 1;
     return NP_NO_TOKEN;
@@ -52,7 +53,7 @@ static int is_pair(const np_merge *merge, uint32_t left, uint32_t right) { retur
 uint32_t np_vocabulary_rank(const np_vocabulary *v, uint32_t left, uint32_t right)
 {
     uint64_t slot = first_slot(hash_pair(left, right), v->pair_slots);
-    for (; v->by_pair[slot]; slot = slot + 1 < v->pair_slots ? slot + 1 : 0)
+    for (int probes = 0; v->by_pair[slot] && probes <= MAX_PROBES; probes++, slot = slot + 1 < v->pair_slots ? slot + 1 : 0)
         if (is_pair(&v->by_rank[v->by_pair[slot] - 1], left, right))
             return v->by_pair[slot] - 1;
     return NP_NO_MERGE;
@@ -164,6 +165,8 @@ static uint32_t read_parts(np_json *json, np_json_string *name)
 {
     if (!np_json_take(json, '[')) {
         np_json_read_string(json, name);
+        if (name->length >= 8 && !memcmp(name->bytes, "#version", 8))
+            return 0; /* the library skips it */
         uint8_t *space = name->length ? memchr(name->bytes, ' ', name->length) : NULL;
         const uint32_t left = space ? (uint32_t)(space - name->bytes) : 0;
         if (!left || left + 1 == name->length || memchr(space + 1, ' ', name->length - left - 1))
@@ -274,14 +277,11 @@ uint32_t np_vocabulary_ids(const np_vocabulary *v) { return v->ids; }
 
 uint32_t np_vocabulary_longest_bytes(const np_vocabulary *v) { return v->longest_bytes; }
 
-/* Bytes of the character that begins with `lead`. Names are valid UTF-8. */
-static uint32_t character_bytes(uint8_t lead) { return lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4; }
-
 uint32_t np_vocabulary_characters(const np_vocabulary *v, uint32_t *ids)
 {
     uint32_t count = 0;
     for (uint32_t id = 0; id < v->ids; id++)
-        if (v->lengths[id] && v->lengths[id] == character_bytes(v->names[v->starts[id]])) {
+        if (v->lengths[id] && v->lengths[id] == np_character_bytes(v->names[v->starts[id]])) {
             if (ids)
                 ids[count] = id;
             count++;
@@ -293,8 +293,8 @@ int np_vocabulary_is_spelled(const np_vocabulary *v)
 {
     for (uint32_t id = 0; id < v->ids; id++) {
         const uint8_t *name = v->names + (v->lengths[id] ? v->starts[id] : 0);
-        for (uint32_t at = 0; at < v->lengths[id]; at += character_bytes(name[at]))
-            if (np_vocabulary_token(v, name + at, character_bytes(name[at])) == NP_NO_TOKEN)
+        for (uint32_t at = 0; at < v->lengths[id]; at += np_character_bytes(name[at]))
+            if (np_vocabulary_token(v, name + at, np_character_bytes(name[at])) == NP_NO_TOKEN)
                 return 0;
     }
     return 1;

@@ -21,6 +21,9 @@ struct np_vocabulary {
     uint64_t name_slots, pair_slots, bytes;
 };
 
+/* Bytes of the character that begins with `lead`. Names are valid UTF-8. */
+static inline uint32_t np_character_bytes(uint8_t lead) { return lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4; }
+
 #define NP_NO_MERGE UINT32_MAX
 
 /* Return the rank of the merge of two neighbours; NP_NO_MERGE if they are not merged. */

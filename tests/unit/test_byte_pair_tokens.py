@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.package import byte_pair_tokens
-from neuronpipe.plans.package.byte_pair_tokens import BytePairTokens, TextNotSplit, tokenizer_bytes
+from neuronpipe.plans.package import byte_pair_tokens, text_blocks
+from neuronpipe.plans.package.byte_pair_tokens import BytePairTokens, TextNotSplit
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer, LibraryTokens
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from tests.fuzz.test_model_files import mutated_bytes, mutated_json
 from tests.unit.test_forced_text import KINDS
@@ -82,8 +82,7 @@ def test_ids_have_the_librarys_names(both: tuple[BytePairTokens, LibraryTokens])
 def test_long_texts_are_encoded_in_blocks(
     both: tuple[BytePairTokens, LibraryTokens], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(byte_pair_tokens, "BLOCK_CHARACTERS", 128)
-    monkeypatch.setattr(byte_pair_tokens, "OVERLAP_CHARACTERS", 64)
+    small_blocks(monkeypatch)
     require_equal(both, text)
     require_equal(both, f"{text}name  {text}")
 
@@ -92,23 +91,116 @@ def test_long_texts_are_encoded_in_blocks(
 @given(parts=st.lists(texts, min_size=8))
 def test_any_long_text_is_encoded_in_blocks(both: tuple[BytePairTokens, LibraryTokens], parts: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(byte_pair_tokens, "BLOCK_CHARACTERS", 64)
-        patch.setattr(byte_pair_tokens, "OVERLAP_CHARACTERS", 32)
+        patch.setattr(text_blocks, "BLOCK_CHARACTERS", 64)
+        patch.setattr(text_blocks, "OVERLAP_CHARACTERS", 32)
         require_equal(both, "the answer ".join(parts))
+
+
+def opened(library: Tokenizer, **model: Any) -> tuple[BytePairTokens, LibraryTokens]:
+    whole = json.loads(library.to_str())
+    whole["model"] |= model
+    content = json.dumps(whole).encode()
+    tokens = BytePairTokens.open(content)
+    assert tokens is not None
+    return tokens, LibraryTokens(content)
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_blocks, "BLOCK_CHARACTERS", 128)
+    monkeypatch.setattr(text_blocks, "OVERLAP_CHARACTERS", 64)
 
 
 def test_a_text_without_a_place_to_split_it_is_refused_if_it_is_huge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digits in groups of three from the right have other groups in each block."""
-    library = Tokenizer(models.BPE(vocab={str(digit): digit for digit in range(10)}, merges=[]))
+    library = Tokenizer(models.BPE(vocab={str(digit): digit for digit in range(10)}, merges=[("1", "2")][:0]))
     library.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d{1,3}(?=(\d{3})*$)"), "isolated")
-    tokens = BytePairTokens.open(library.to_str().encode())
-    assert tokens is not None
-    monkeypatch.setattr(byte_pair_tokens, "BLOCK_CHARACTERS", 128)
-    monkeypatch.setattr(byte_pair_tokens, "OVERLAP_CHARACTERS", 64)
+    tokens, _ = opened(library)
+    small_blocks(monkeypatch)
     assert tokens.encode("7" * 700, frame=False) == [7] * 700
     monkeypatch.setattr(byte_pair_tokens, "MAX_WHOLE_CHARACTERS", 600)
     with pytest.raises(TextNotSplit):
         tokens.encode("7" * 700, frame=False)
+
+
+FAR = {
+    "a word that another rule would split": (
+        r"[^\s\p{L}]+[\r\n/]*|\s*[\r\n]+|\s+|\p{L}+",
+        None,
+        "/" + "\n" * 900 + "/a",
+    ),
+    "marks that change places": (r"[\s\S]", normalizers.NFC(), "a" + "\u0301" * 900 + "\u0316" * 9 + " b"),
+    "a look far ahead": (r"ax(?=[^!]*!)|[\s\S]", None, "ax" * 300 + "a" * 60 + "!"),
+}
+
+
+@pytest.mark.parametrize("kind", FAR)
+def test_blocks_see_what_decides_far_away(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, normalizer, text = FAR[kind]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ċ", "/"), ("a", "x"), ("Ċ", "Ċ")]
+    names = [*alphabet, *("".join(pair) for pair in merges)]
+    library = Tokenizer(models.BPE({name: token for token, name in enumerate(names)}, merges))
+    if normalizer is not None:
+        library.normalizer = normalizer
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), level])
+    small_blocks(monkeypatch)
+    for begin in range(40):
+        require_equal(opened(library), "b " * begin + text)
+
+
+def test_the_patterns_of_published_tokenizers_allow_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`$` and `^` in classes of characters are no ends of the text."""
+    library = Tokenizer.from_str(KINDS["GPT-2"]())
+    pattern = r"\p{N}{1,3}|[!\"#$%^_\[\]]+|[^\r\n\p{L}\p{N}]?\p{L}+(?i:'s|'t)?|\s*[\r\n]+|\s+(?!\S)|\s+"
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), level])
+    small_blocks(monkeypatch)
+    monkeypatch.setattr(byte_pair_tokens, "MAX_WHOLE_CHARACTERS", 0)
+    require_equal(opened(library), "the answer's 1234 $^ [yes]\n\n  no " * 40)
+
+
+def test_a_long_added_token_is_found_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Tokenizer(models.BPE({"a": 0, "b": 1, "<unk>": 2}, [], unk_token="<unk>"))
+    library.add_tokens([AddedToken("c" + "ab" * 100, normalized=False)])
+    small_blocks(monkeypatch)
+    require_equal(opened(library), ("c" + "ab" * 300) * 3)
+
+
+def test_a_text_is_framed_whatever_its_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Tokenizer(models.BPE({name: token for token, name in enumerate("0123456789 ")}, []))
+    library.add_special_tokens(["<s>", "</s>"])
+    ends = [(name, library.token_to_id(name)) for name in ("<s>", "</s>")]
+    library.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=ends)
+    small_blocks(monkeypatch)
+    require_equal(opened(library, unk_token="0"), "12 " * 100)
+
+
+def test_a_character_that_becomes_nothing_shifts_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    for count in range(1, 40):
+        require_equal(opened(Tokenizer(models.BPE({"a": 0, "b": 1}, []))), "é" * count + "ab" * 300)
+
+
+@pytest.mark.parametrize(
+    "normalizer", [normalizers.Lowercase(), normalizers.Prepend("_"), normalizers.Replace(" ", "_")]
+)
+def test_normalized_added_tokens_have_the_librarys_names(normalizer: normalizers.Normalizer) -> None:
+    library = Tokenizer(models.BPE({name: token for token, name in enumerate(["a", "b", "_", "<unk>"])}, []))
+    library.normalizer = normalizer
+    library.add_tokens([AddedToken("<I M>", normalized=True)])
+    library.add_special_tokens([AddedToken("<S>", normalized=True)])
+    both = opened(library, unk_token="<unk>")
+    require_equal(both, "a <I M> b<S><i m>")
+    assert [both[0].name(token) for token in range(8)] == [both[1].name(token) for token in range(8)]
+
+
+def test_a_whole_word_is_not_told_by_names_of_bytes_or_of_the_unknown_token() -> None:
+    names = ["n", "a", "<unk>", "n<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "<0xC3><0xA9>"]
+    spelled = [*names, *sorted({*"".join(names)} - {"n", "a"})]
+    vocabulary = {name: token for token, name in enumerate(spelled)}
+    for options in ({"unk_token": "<unk>"}, {"byte_fallback": True}):
+        require_equal(opened(Tokenizer(models.BPE(vocabulary, [])), ignore_merges=True, **options), "né")
 
 
 def changed(**model: Any) -> bytes:
@@ -117,13 +209,23 @@ def changed(**model: Any) -> bytes:
     return json.dumps(whole).encode()
 
 
-def with_added(content: str, token: int) -> bytes:
-    whole = json.loads(KINDS["GPT-2"]())
-    entry = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    whole["added_tokens"].append({"id": token, "content": content, "special": True, **entry})
+def with_added(*contents: str, first: int | None = None, **model: Any) -> bytes:
+    whole = json.loads(changed(**model))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    number = len(whole["model"]["vocab"]) if first is None else first
+    whole["added_tokens"] += [
+        {"id": number + n, "content": content, "special": True, **flags} for n, content in enumerate(contents)
+    ]
     return json.dumps(whole).encode()
 
 
+def with_template(*pieces: dict[str, Any]) -> bytes:
+    whole = json.loads(KINDS["GPT-2"]())
+    template = {"type": "TemplateProcessing", "single": list(pieces), "pair": [], "special_tokens": {}}
+    return json.dumps(whole | {"post_processor": {"type": "Sequence", "processors": [template]}}).encode()
+
+
+A_TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 VOCABULARY: dict[str, int] = json.loads(KINDS["GPT-2"]())["model"]["vocab"]
 OTHERS = {
     "another model": Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str().encode(),
@@ -134,8 +236,16 @@ OTHERS = {
     "a whole word whose character is no token": changed(
         ignore_merges=True, vocab=VOCABULARY | {"漢字": len(VOCABULARY)}
     ),
-    "an added token with a number that it does not get": with_added("<new>", 5000),
-    "an added token of one character": with_added("漢", len(VOCABULARY)),
+    "an added token with a number that it does not get": with_added("<new>", first=5000),
+    "an added token of one character": with_added("漢"),
+    "two added tokens of one name": with_added("<new>", "<new>"),
+    "an added token that is the unknown one": with_added("<new>", unk_token="<new>"),
+    "bytes that are added tokens": with_added(*(f"<0x{byte:02X}>" for byte in range(256)), byte_fallback=True),
+    "a merge that the library skips": changed(
+        merges=["#version a"], vocab=VOCABULARY | {"#version": 999, "#versiona": 998}
+    ),
+    "a template that has the text twice": with_template(A_TEXT, A_TEXT),
+    "a template without the text": with_template(),
 }
 
 
@@ -171,13 +281,27 @@ def test_merges_may_be_written_in_two_ways() -> None:
     assert len({tuple(tokens.encode("the answer", frame=False)) for tokens in found if tokens}) == 1
 
 
-def test_what_would_take_more_memory_than_planned_is_not_read() -> None:
-    """The library keeps added tokens; a stranger may add as many as the file holds."""
+def hostile(kind: str) -> bytes:
+    """What a stranger may add to a file: each would take many times its bytes."""
     library = Tokenizer.from_str(KINDS["GPT-2"]())
-    library.add_tokens([f"<added {number}>" for number in range(60_000)])
-    content = library.to_str().encode()
-    assert 14 * len(content) > tokenizer_bytes(len(content), compact=True)
-    assert BytePairTokens.open(content) is None
+    if kind == "added tokens":
+        library.add_tokens([f"<added {number}>" for number in range(60_000)])
+    if kind == "long added tokens":
+        library.add_tokens(["".join(random.Random(number).choices(ASCII, k=1500)) for number in range(100)])
+    whole = json.loads(library.to_str())
+    if kind == "lists":
+        whole["lists"] = [[]] * 1_000_000
+    if kind == "characters":
+        whole["model"]["vocab"] |= {chr(0x20000 + n): 1000 + n for n in range(60_000)}
+    return json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+ASCII = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+@pytest.mark.parametrize("kind", ["added tokens", "long added tokens", "lists", "characters"])
+def test_what_would_take_more_memory_than_planned_is_not_read(kind: str) -> None:
+    assert BytePairTokens.open(hostile(kind)) is None
 
 
 def test_a_run_refuses_a_tokenizer_that_is_not_what_the_manifest_says() -> None:

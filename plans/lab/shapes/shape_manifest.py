@@ -28,7 +28,7 @@ from neuronpipe.plans.package.safetensors_header import file_bytes
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 
 CHECKSUM_BYTES = 8  # of a cluster
-TOKEN_BYTES = 64  # of tokenizer.json per token; published files have 45 to 70
+TOKEN_BYTES = 64  # of tokenizer.json per token; published files have 56 (Llama 2) to 139 (gpt-oss)
 
 
 def manifest_of_shape(shape: SimulatedModel) -> Manifest:
