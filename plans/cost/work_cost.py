@@ -43,7 +43,7 @@ SINGLE_TOKEN_SHARE = 0.5
 ASSUMED_ATTENDED_PER_S = 20e9
 # Time of a core for each gate of each token of a prompt, measured by perf with a 1B on an EPYC with AVX-512.
 GATE_NS = 11.0
-# The same where no gate is decided about and no token chooses experts: 3.6 to 5.6 on Zen 5, from prompts of 512 of five
+# The same where no gate is decided about and no token chooses experts: 3.6 to 5.6 on Zen 5, from prompts of 512 of four
 # dense SiLU models in slices (tests/bench/results, models beside bench).
 SLICE_GATE_NS = 5.0
 BARRIERS_PER_LAYER = 6  # after queries, keys and values; attention; projection; blocks; sums; and between layers
