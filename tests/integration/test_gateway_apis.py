@@ -44,7 +44,7 @@ def test_a_scored_prompt_has_the_very_numbers_of_perplexity(
     text = tmp_path / "text"
     text.write_text(PROMPT * 12)
     scored = {path: shell.json("perplexity", DEMO, "--text", text, "--path", path) for path in ("prefill", "decode")}
-    tokens = tokenizer.encode(text.read_bytes())
+    tokens = tokenizer.encode(text.read_text())
     assert len(tokens) > 64, "more than one chunk beside other texts"
     for options in ({"max_tokens": 0}, {"max_tokens": 1}, {"max_tokens": 1, "logit_bias": {str(END): 100}}):
         found = echoed(server, tokens, **options)["logprobs"]
@@ -53,7 +53,7 @@ def test_a_scored_prompt_has_the_very_numbers_of_perplexity(
         assert ratings[0] is None
         for path in scored.values():
             assert [-one for one in ratings[1:]] == path["nll_by_token"]
-    assert echoed(server, text.read_bytes())["logprobs"]["token_logprobs"] == ratings
+    assert echoed(server, text.read_text())["logprobs"]["token_logprobs"] == ratings
 
 
 def test_a_scored_prompt_shows_where_its_tokens_begin_and_which_were_likeliest(
