@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package import text_blocks
-from neuronpipe.plans.package.text_blocks import NoPlace, Symbols, is_one_word, splits_locally, steps_of
+from neuronpipe.plans.package.text_blocks import NoPlace, Symbols, splits_locally, steps_of, word_marks
 from neuronpipe.plans.package.tokenizer import open_tokenizer, panics_are_errors
 from neuronpipe.protocol.errors import UserError
 
@@ -28,7 +28,7 @@ LIBRARY_FACTOR = 17
 # them.
 NAME_BYTES, OBJECT_BYTES, VALUE_BYTES, FULL_STATE_BYTES, STATE_BYTES = 280, 400, 64, 1024, 64
 MAX_FULL_PATTERNS = 100
-MAX_WHOLE_CHARACTERS = 1 << 16  # of a text that is not split into blocks, which takes up to 900 bytes a character
+MAX_WHOLE_CHARACTERS = 1 << 14  # of a text that is not split into blocks, which takes up to 900 bytes a character
 _UNSUPPORTED = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
 
 
@@ -59,7 +59,7 @@ class BytePairTokens:
         self._added_names: dict[int, str] = {token: splitter.id_to_token(token) for token in self.added}
         self._special = {token.content for token in self.added.values() if token.special}
         self._whole_words, self._is_local = bool(whole["model"].get("ignore_merges")), is_local
-        self._one_word = is_one_word(whole)
+        self._word_marks = word_marks(whole)
 
     @classmethod
     def open(cls, content: bytes) -> Self | None:
@@ -125,7 +125,7 @@ class BytePairTokens:
             offsets = [offset + start for start, _ in encoding.offsets]
             return Symbols(encoding.ids, _word_starts(encoding), offsets)
 
-        for symbols in text_blocks.blocks(text, symbols_of, one_word=self._one_word):
+        for symbols in text_blocks.blocks(text, symbols_of, self._word_marks):
             ids.extend(symbols.ids)
             word_starts += symbols.word_starts
             whole = max(0, word_starts.rfind(1))  # the last word may go on in the next block

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 BLOCK_CHARACTERS = 8_192
 OVERLAP_CHARACTERS = 1_024
+MIN_TRIES, TRIES = 8, 3  # of blocks, for a text and for each of its blocks: a hostile text takes bounded time
 LOCAL_NORMALIZERS = frozenset(
     ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Replace", "StripAccents", "ByteLevel")
 )
@@ -59,10 +60,20 @@ def steps_of(part: dict[str, Any] | None, inner: str) -> Iterator[dict[str, Any]
         yield part
 
 
-def is_one_word(whole: dict[str, Any]) -> bool:
-    """Return True if a tokenizer.json does not split a text into words."""
-    steps = list(steps_of(whole.get("pre_tokenizer"), "pretokenizers"))
-    return all(step["type"] == "Metaspace" and step.get("split") is False for step in steps)
+def word_marks(whole: dict[str, Any]) -> frozenset[str] | None:
+    """Return the characters at which a tokenizer.json splits a text into words, if it splits nowhere else; else None.
+
+    Other places may then lie in two blocks: what is between two of these characters is one word wherever it begins.
+    """
+    marks: set[str] = set()
+    for step in steps_of(whole.get("pre_tokenizer"), "pretokenizers"):
+        if step["type"] == "Metaspace":
+            marks |= {" ", step["replacement"]}
+        elif step["type"] == "Split" and "String" in step["pattern"]:
+            marks |= set(step["pattern"]["String"])
+        else:
+            return None
+    return frozenset(marks)
 
 
 def splits_locally(whole: dict[str, Any], names: dict[str, int]) -> bool:
@@ -74,34 +85,60 @@ def splits_locally(whole: dict[str, Any], names: dict[str, int]) -> bool:
     pre_tokenizers = list(steps_of(whole.get("pre_tokenizer"), "pretokenizers"))
     longest = max((len(token["content"]) for token in whole.get("added_tokens") or []), default=0)
     return (
-        all(_is_local_normalizer(step, one_word=is_one_word(whole)) for step in normalizers)
+        all(_is_local_normalizer(step, at_marks=word_marks(whole) is not None) for step in normalizers)
         and all(_is_local_pre_tokenizer(step) for step in pre_tokenizers)
         and longest <= OVERLAP_CHARACTERS // 4
         and _keeps_characters(whole["model"], names, [step["type"] for step in (*normalizers, *pre_tokenizers)])
     )
 
 
-def blocks(text: str, symbols_of: Callable[[str, int], Symbols], *, one_word: bool) -> Iterator[Symbols]:
+def blocks(text: str, symbols_of: Callable[[str, int], Symbols], marks: frozenset[str] | None) -> Iterator[Symbols]:
     """Yield the symbols of a text, some at a time. Raises NoPlace.
 
     symbols_of: returns the symbols of a block, given its text and its offset
-    one_word: the tokenizer does not split a text into words
+    marks: `word_marks` of the tokenizer
     """
-    begin, end, before = 0, BLOCK_CHARACTERS, None
-    while True:
-        block = symbols_of(text[begin:end], begin)
-        if before is not None:
-            stop, start = _common_place(before, block, text, begin, one_word=one_word)
-            yield before.part(0, stop)
-            block = block.part(start)
-        if end >= len(text):
-            yield block
-            return
-        before, begin = block, _last_word_start(block, end - OVERLAP_CHARACTERS)
-        end = begin + BLOCK_CHARACTERS
+    tries = MIN_TRIES + TRIES * len(text) // (BLOCK_CHARACTERS - OVERLAP_CHARACTERS)
+
+    def counted(part: str, offset: int) -> Symbols:
+        nonlocal tries
+        tries -= 1
+        if tries < 0:
+            raise NoPlace
+        return symbols_of(part, offset)
+
+    block, begin = counted(text[:BLOCK_CHARACTERS], 0), 0
+    while begin + BLOCK_CHARACTERS < len(text):
+        complete, block, begin = _continued(block, text, begin, counted, marks)
+        yield complete
+    yield block
 
 
-def _common_place(first: Symbols, second: Symbols, text: str, begin: int, *, one_word: bool) -> tuple[int, int]:
+def _continued(
+    block: Symbols, text: str, begin: int, symbols_of: Callable[[str, int], Symbols], marks: frozenset[str] | None
+) -> tuple[Symbols, Symbols, int]:
+    """Return the part of a block that another one continues, the other from there on, and its offset. Raises NoPlace.
+
+    begin: offset of the block
+
+    The other block begins as late as possible. Where a long word has no place, it begins before the word.
+    """
+    for overlap in range(OVERLAP_CHARACTERS, BLOCK_CHARACTERS, OVERLAP_CHARACTERS):
+        next_begin = _last_word_start(block, begin + BLOCK_CHARACTERS - overlap)
+        if next_begin <= begin:
+            break
+        following = symbols_of(text[next_begin : next_begin + BLOCK_CHARACTERS], next_begin)
+        try:
+            stop, start = _common_place(block, following, text, next_begin, marks)
+        except NoPlace:
+            continue
+        return block.part(0, stop), following.part(start), next_begin
+    raise NoPlace
+
+
+def _common_place(
+    first: Symbols, second: Symbols, text: str, begin: int, marks: frozenset[str] | None
+) -> tuple[int, int]:
     """Return the places in two overlapping blocks from which the second continues the first. Raises NoPlace.
 
     begin: offset of the second block
@@ -114,23 +151,20 @@ def _common_place(first: Symbols, second: Symbols, text: str, begin: int, *, one
     second_start, second_stop = (bisect_left(second.offsets, at) for at in (start, stop))
     if first.part(first_start, first_stop) != second.part(second_start, second_stop):
         raise NoPlace
-    if (
-        not one_word
-        and 1 not in first.word_starts[first_start:first_stop]
-        and _is_run(text[begin : begin + OVERLAP_CHARACTERS])
-    ):
-        one_word = True  # in the middle of a word of one kind of letters, which goes on alike in both blocks
+    if marks is None and 1 not in first.word_starts[first_start:first_stop] and _is_run(text[begin:stop]):
+        marks = frozenset()  # in the middle of a run, which goes on alike in both blocks
     for place in range(first_start + 1, first_stop):
-        begins = first.offsets[place] != first.offsets[place - 1] if one_word else first.word_starts[place]
-        if begins and _stands_alone(text[first.offsets[place]]):
+        at, before = first.offsets[place], first.offsets[place - 1]
+        begins = first.word_starts[place] if marks is None else at > before and marks.isdisjoint(text[at - 1 : at + 1])
+        if begins and _stands_alone(text[at]):
             return place, place - first_start + second_start
     raise NoPlace
 
 
 def _is_run(text: str) -> bool:
-    """Return True if a text consists of one kind of letters."""
+    """Return True if a text consists of one kind of letters, or of spaces."""
     kinds = set(map(unicodedata.category, text))
-    return len(kinds) == 1 and kinds <= {"Lu", "Ll", "Lo"}
+    return set(text) == {" "} or (len(kinds) == 1 and kinds <= {"Lu", "Ll", "Lo"})
 
 
 def _stands_alone(character: str) -> bool:
@@ -153,11 +187,11 @@ def _last_word_start(block: Symbols, limit: int) -> int:
     return limit
 
 
-def _is_local_normalizer(step: dict[str, Any], *, one_word: bool) -> bool:
+def _is_local_normalizer(step: dict[str, Any], *, at_marks: bool) -> bool:
     if step["type"] != "Replace":
         return step["type"] in LOCAL_NORMALIZERS
     replaced = step["pattern"].get("String", "")
-    return len(replaced) == 1 or (len(replaced) > 1 and not one_word)
+    return len(replaced) == 1 or (len(replaced) > 1 and not at_marks)
 
 
 def _is_local_pre_tokenizer(step: dict[str, Any]) -> bool:

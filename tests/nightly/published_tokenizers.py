@@ -152,8 +152,8 @@ def random_texts(added: list[str]) -> Iterator[str]:
         page * 20,
         "漢字" * 30_000,
         "7" * 60_000,
-        " " * 60_000,
-        "\n" * 60_000,
+        " " * 16_000,
+        "\n" * 16_000,
         "".join(added * 3),
     )
 
