@@ -15,18 +15,11 @@ HALF_LIFE_TOKENS: Final = 16
 as much is missed with 8 and 32, of gpt-oss-120b up to 3 % less with 8 and 7 % more with 32."""
 
 
-MIN_ACTIVE_EXPERTS: Final = 4
-"""Experts that are stored by neuron, of which a token chooses fewer, keep CLOCK: choosing 2, LFU misses more."""
-
-
 def whole_experts_of_token(manifest: Manifest, mode: ProfileMode) -> int:
-    """Return how many experts a token uses with all of their clusters; 0 if it uses single clusters of them, or if it
-    chooses few."""
-    model = manifest.model
-    if model.experts == 1:
+    """Return how many experts a token uses with all of their clusters; 0 if it uses single clusters of them."""
+    if manifest.model.experts == 1:
         return 0
-    chooses_many = mode == "exact" and model.most_active_experts >= MIN_ACTIVE_EXPERTS
-    return model.active_ffns if manifest.layout.down_by_output or chooses_many else 0
+    return manifest.model.active_ffns if manifest.layout.down_by_output or mode == "exact" else 0
 
 
 def whole_experts_by_part(manifest: Manifest, mode: ProfileMode, *, reads_whole: bool) -> tuple[int, int]:

@@ -42,7 +42,7 @@ class Reads:
 class IoWait:
     """The model of waiting for reads.
 
-    layers: number of layers of the model
+    layers: number of layers that have a feed-forward
     depth: maximum of reads in flight
     """
 
@@ -70,7 +70,8 @@ class IoWait:
         reads issued together varies: if their time is distributed exponentially, the mean of the part that exceeds the
         overlapping work is mean time x exp(-hidden / mean time). Of whole experts few are missed at once: their number
         is distributed binomially. Of reads issued one by one, workers wait for the last, which is issued shortly before
-        the layer ends and queues behind others; if flash is slower than the work, they wait for all that is left.
+        the layer ends and queues behind others; if flash is slower than the work, they wait for all that is left. A
+        loader on a core of theirs slows the work down, and serves reads meanwhile.
 
         delay_ms: delay of a read in a run (default: by the device profile)
         """
@@ -98,13 +99,12 @@ class IoWait:
         assert one_ms is not None
         assert service_ms is not None
         assert grouped_service_ms is not None
-        if self.cost.shares_core:
-            read_ms = queued_read_time(one_ms + delay_ms, reads, service_ms, grouped_service_ms, hidden_ms)
-        else:
-            left_ms = min(backlog(reads, service_ms, hidden_ms), reads * grouped_service_ms)
-            read_ms = one_ms + delay_ms + left_ms
+        loader_ms = self.cost.loader_ms(reads, reads * size_bytes, reads)
+        period_ms = hidden_ms + self.cost.stolen_ms(loader_ms, hidden_ms)
+        left_ms = min(backlog(reads, service_ms, period_ms), max(0.0, reads - 1) * grouped_service_ms)
+        read_ms = one_ms + delay_ms + left_ms
         last_ms = wait_for_last_read(read_ms, hidden_ms / (1 + reads))
-        return layers * max(last_ms, each_ms + delay_ms - hidden_ms)
+        return layers * max(last_ms, each_ms + delay_ms - period_ms)
 
     def delay_ms(self, batch: Reads, exposed_ms: float) -> float | None:
         """Return the delay of a read with which `exposed_ms` gives this result, by bisection.
@@ -113,7 +113,8 @@ class IoWait:
         """
         if batch.hidden_ms is None or self.flash_ms(batch) is None:
             return None
-        low_ms, high_ms = 0.0, exposed_ms + batch.hidden_ms
+        loader_ms = self.cost.loader_ms(batch.reads, batch.read_bytes, self.at_once(batch))
+        low_ms, high_ms = 0.0, exposed_ms + batch.hidden_ms + self.cost.stolen_ms(loader_ms, batch.hidden_ms)
         for _ in range(40):
             middle_ms = (low_ms + high_ms) / 2
             waited_ms = self.exposed_ms(batch, middle_ms)
@@ -147,27 +148,12 @@ def binomial(count: int, share: float) -> list[float]:
     return [math.comb(count, n) * share**n * (1 - share) ** (count - n) for n in range(count + 1)]
 
 
-def queued_read_time(alone: float, reads: float, service: float, grouped_service: float, period: float) -> float:
-    """Return the mean time of a read, if `reads` reads are issued at random times within `period`.
-
-    As in an M/M/1 queue, reads slow each other down by the share of time in which the server is busy. A read takes at
-    most as long as behind all others, which then queue and are served in groups. All times have the same unit.
-
-    alone: time of a read without others
-    service: time for which a read keeps the server busy
-    grouped_service: the same in a large group
-    """
-    after_all, idle = alone + reads * grouped_service, 1 - reads * service / period if period else 0.0
-    return after_all if idle <= 0 else min(after_all, alone / idle)
-
-
 def backlog(reads: float, service: float, period: float) -> float:
     """Return the mean work that is left at the end of `period`, if `reads` reads are issued at random times within it.
 
-    Each read keeps the server, a loader on a core of its own, busy for `service`; for a loader that shares a core see
-    `queued_read_time`. The result, in the unit of the arguments, is the mean maximum of a Brownian motion over the
-    period, with mean and variance of the arriving work less the served work: the heavy-traffic limit of an M/D/1 queue
-    that begins empty.
+    Each read keeps the server, the loader, busy for `service`. The result, in the unit of the arguments, is the mean
+    maximum of a Brownian motion over the period, with mean and variance of the arriving work less the served work: the
+    heavy-traffic limit of an M/D/1 queue that begins empty.
     """
     if reads <= 0 or service <= 0:
         return 0.0

@@ -283,7 +283,7 @@ class _RunCost:
 
     @functools.cached_property
     def io_wait(self) -> IoWait:
-        return IoWait(self.cost, self.manifest.model.layers, self.flash.depth)
+        return IoWait(self.cost, sum(self.manifest.model.ffn_layers), self.flash.depth)
 
     @functools.cached_property
     def _bytes(self) -> StepBytes:
@@ -306,7 +306,7 @@ class _RunCost:
         first = Reads(issue_time, *order.first(triggers.misses, among), hidden_ms)
         if order.in_order and self.manifest.model.experts > 1:
             clusters = self.manifest.layout.clusters
-            accessed_experts = triggers.accesses / clusters / self.manifest.model.layers
+            accessed_experts = triggers.accesses / clusters / self.io_wait.layers
             first = dataclasses.replace(
                 first, group_reads=order.first(clusters, clusters)[0], layer_groups=accessed_experts
             )

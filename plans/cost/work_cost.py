@@ -224,9 +224,19 @@ class WorkCost:
 
         0 if the loader has a core of its own. Parameters are as in `flash_ms`.
         """
-        if not self.shares_core or not reads:
+        return self.loader_ms(reads, read_bytes, at_once) / self.workers if self.shares_core else 0.0
+
+    def loader_ms(self, reads: float, read_bytes: float, at_once: float) -> float:
+        """Return the loader's processor time of reads. Parameters are as in `flash_ms`."""
+        return reads * self._read_cpu_ms(read_bytes / reads, at_once) if reads else 0.0
+
+    def stolen_ms(self, loader_ms: float, work_ms: float) -> float:
+        """Return how much later the workers end their work of `work_ms`, if the loader, which runs first, has work of
+        `loader_ms` on one of their cores meanwhile. 0 if the loader has a core of its own."""
+        if not self.shares_core:
             return 0.0
-        return reads * self._read_cpu_ms(read_bytes / reads, at_once) / self.workers
+        all_of_it = loader_ms / self.workers
+        return all_of_it if self.workers == 1 else min(all_of_it, work_ms / (self.workers - 1))
 
     def read_service_ms(self, size_bytes: float, at_once: float, depth: int, *, in_groups: bool) -> float | None:
         """Return for how long a read among many occupies the slower of storage and loader; None if not measured.

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 from neuronpipe.plans.cost.activation_rates import HOTTEST, HOTTEST_ACTIVITY, ActivationRates, assumed_curve
-from neuronpipe.plans.cost.assumed_misses import assumed_accesses, assumed_miss_rate
+from neuronpipe.plans.cost.assumed_misses import ROUTED_CLUSTERS_MISSES, assumed_accesses, assumed_miss_rate
 from neuronpipe.plans.cost.expert_misses import RECORDED_MISSES, assumed_expert_misses, assumed_misses_of_sequences
 from neuronpipe.plans.lab.synth.activation_rates import active_shares
 from neuronpipe.plans.lab.synth.shapes import SHAPES
@@ -31,7 +31,8 @@ def test_the_models_that_were_measured_are_missed_as_they_were() -> None:
     """Up to what lies between four times an octave for which a ranking knows misses. The 47B's run missed 0.035 at 55 %
     in 32 tokens without a change of topic; its sequences have one in fifty."""
     assert assumed_miss_rate(DENSE, 0.13, 2, 0.5, 0.0) == pytest.approx(0.055, rel=0.15)
-    assert assumed_miss_rate(MIXTURE, 0.13, 4, 0.29, 0.0) == pytest.approx(0.263, rel=0.15)
+    for resident, missed in ROUTED_CLUSTERS_MISSES[1:-1]:
+        assert assumed_miss_rate(MIXTURE, 0.149, 4, resident, 0.0) == pytest.approx(missed, abs=0.02)
     assert assumed_miss_rate(MIXTURE, 0.13, 1, 0.55, 0.0) == pytest.approx(0.053, rel=0.15)
     assert assumed_miss_rate(DENSE, 0.13, 1, 0.5, 0.0) == pytest.approx(0.038, rel=0.15)
 
@@ -75,12 +76,13 @@ def test_neurons_that_nearly_always_fire_do_so_in_a_sparser_model_too() -> None:
 
 
 def test_several_sequences_do_not_miss_all_as_soon_as_a_step_is_half_of_what_is_resident() -> None:
-    """CLOCK on generated sequences missed 0.28, 0.51 and 0.51 of what four accessed (a 7B and a 2B mixture)."""
+    """CLOCK on generated sequences missed 0.28 of what four of a 7B accessed, and 0.51 of a 2B mixture, of which a
+    package misses an eighth less than generated sequences."""
     exact = dataclasses.replace(DENSE, value_read=0.125, curve=assumed_curve(0.125))
     assert assumed_accesses(exact, 0.125, 1, 0.315, 0.05, 4).miss_rate == pytest.approx(0.28, rel=0.15)
     mixture = dataclasses.replace(exact, chosen=0.25)
-    assert assumed_accesses(mixture, 0.125, 4, 0.315, 0.0, 4).miss_rate == pytest.approx(0.507, rel=0.1)
-    assert assumed_accesses(MIXTURE, 0.13, 4, 0.291, 0.0, 4).miss_rate == pytest.approx(0.506, rel=0.1)
+    assert assumed_accesses(mixture, 0.125, 4, 0.315, 0.0, 4).miss_rate == pytest.approx(0.445, rel=0.1)
+    assert assumed_accesses(MIXTURE, 0.13, 4, 0.291, 0.0, 4).miss_rate == pytest.approx(0.445, rel=0.1)
 
 
 def test_experts_that_compute_every_token_are_not_missed() -> None:
@@ -94,6 +96,14 @@ def test_recorded_routes_are_missed_as_they_were() -> None:
     model = dataclasses.replace(SHAPES["qwen3-30b-a3b"], experts_per_token=6)
     for resident, missed in RECORDED_MISSES[3:-1]:
         assert assumed_expert_misses(model, resident) == pytest.approx(missed, abs=0.02)
+
+
+def test_two_of_eight_experts_are_not_missed_as_rarely_as_eight_of_128() -> None:
+    """By the routes of larger mixtures 38, 20 and 10 % were expected to be missed, and experts were read whole: in runs
+    a 2B missed 52, 33 and 19 %, and was half as fast as with its parts read apart."""
+    model = SHAPES["turbosparse-mixtral-2b"]
+    for resident, missed in ((0.29, 0.518), (0.44, 0.333), (0.59, 0.193)):
+        assert assumed_expert_misses(model, resident) == pytest.approx(missed, abs=0.07)
 
 
 @pytest.mark.parametrize(("experts", "chosen"), [(16, 2), (32, 4), (64, 6), (128, 8), (256, 8)])

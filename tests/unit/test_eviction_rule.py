@@ -1,4 +1,4 @@
-"""Which experts are evicted as a whole: those of which a token uses all clusters, if it chooses several."""
+"""Which experts are evicted as a whole: those of which a token uses all clusters."""
 
 from typing import get_args
 
@@ -11,9 +11,14 @@ from neuronpipe.plans.package.activity_profile import ProfileMode
 
 @pytest.mark.parametrize(
     ("name", "experts"),
-    [("smallthinker-4b", 4 * 32), ("smallthinker-21b", 6 * 52), ("turbosparse-mixtral-47b", 0), ("turbosparse-1b", 0)],
+    [
+        ("smallthinker-4b", 4 * 32),
+        ("smallthinker-21b", 6 * 52),
+        ("turbosparse-mixtral-47b", 2 * 32),
+        ("turbosparse-1b", 0),
+    ],
 )
-def test_experts_stored_by_neuron_count_in_exact_mode_if_a_token_chooses_several(name: str, experts: int) -> None:
+def test_experts_stored_by_neuron_are_whole_in_exact_mode(name: str, experts: int) -> None:
     manifest = manifest_of_shape(model_named(name))
     assert {mode: whole_experts_of_token(manifest, mode) for mode in get_args(ProfileMode)} == {
         "exact": experts,

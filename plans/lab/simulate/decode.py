@@ -231,7 +231,9 @@ class _Token:
         task = self._from_flash(layer, read.bytes, read.seconds, after)
         if not read.loader_s:
             return task
-        return self.simulation.add("cpu", "read", layer, seconds=read.loader_s, after=[task], rank=LOADER_RANK)
+        # The loader works on what has arrived while flash reads the rest, and on the last piece within a read's delay.
+        loader = self.simulation.add("cpu", "read", layer, seconds=read.loader_s, after=after, rank=LOADER_RANK)
+        return self.simulation.add("none", "", layer, after=[task, loader])
 
     def _from_flash(self, layer: int, bytes: float, seconds: float, after: Sequence[Task]) -> Task:
         return self.simulation.add(

@@ -202,7 +202,7 @@ class PlannedCosts:
         )
         self._embedding_ms = embedding_ms(manifest, compute, self._cost, batch)
         self._order = ReadOrder(manifest, compute, plan.memory, plan.flash)
-        self._clusters = manifest.layout.clusters * model.mean_active_experts
+        self._clusters = manifest.layout.clusters * model.active_ffns / sum(model.ffn_layers)
         self._looked, self._fire = max(1.0, looked), max(1.0, fire)
         self.whole = plan.flash.bundle
         self.gates_name_values = self._order.in_order and not plan.flash.bundle
