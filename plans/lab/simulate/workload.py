@@ -95,7 +95,7 @@ class _Sequence:
         """Yield two masks over all neurons for each token: predicted neurons, and those of them that fire."""
         spec, width = self._model.spec, len(self._cuts)
         routing, bias = routing_of(spec), _router_biases(spec, random)
-        own_share, token_share = routing.own_share + routing.unasked, routing.token_share
+        own_share, token_share = routing.own_share, routing.token_share
         noise = stretches(NOISE, count, width, random)
         # Routers follow the state, as in synth.
         routes = stretches(self._preset, count, spec.layers * spec.experts, random)
@@ -118,8 +118,8 @@ def _router_biases(spec: ModelSpec, of_sequence: np.random.Generator) -> NDArray
     their experts differ in frequency within a sequence only.
     """
     routing, random = routing_of(spec), np.random.default_rng(0)
-    if own_share := routing.own_share + routing.unasked:
-        return math.sqrt(own_share) * of_sequence.standard_normal((spec.layers, spec.experts))
+    if routing.own_share:
+        return math.sqrt(routing.own_share) * of_sequence.standard_normal((spec.layers, spec.experts))
     if not routing.hot.share:
         return np.zeros((spec.layers, spec.experts))
     biases = quantile(frequencies(spec, routing))

@@ -38,7 +38,6 @@ class Routing:
         variance of the values
     hot: the experts that are chosen more often than others
     deviation: standard deviation of the values
-    unasked: own_share that experts have anyway, as random routers do; the simulator has none but this
     """
 
     own_share: float = 0.0
@@ -46,7 +45,6 @@ class Routing:
     moved: float = 0.0
     hot: HotExperts = HotExperts()
     deviation: float = 1.5  # the better of two chosen experts has about 70 % of the sum
-    unasked: float = 0.0
 
 
 MOVING = 16  # number of directions of the outputs of layers that a router reads
@@ -59,9 +57,7 @@ RIDGE = 0.01  # excludes directions with little variance
 RECORDED = Routing(own_share=EXPERT_SHARE, token_share=0.7)
 ROUTINGS = {
     "smallthinker": Routing(own_share_of("smallthinker"), token_share=0.5, hot=hot_experts_of("smallthinker")),
-    # TurboSparse-Mixtral. Of a 2B package's experts 42 % repeat (in the simulator 41 %), and LFU misses 52, 35 and 21 %
-    # with 30, 45 and 60 % resident (51, 34 and 21 %).
-    "llama": Routing(own_share_of("llama"), token_share=0.5, moved=0.06, unasked=0.05),
+    "llama": Routing(own_share_of("llama"), token_share=0.5, moved=0.06),  # TurboSparse-Mixtral
     **dict.fromkeys(("qwen3", "deepseek", "phi", "nemotron_h", "granite_hybrid"), replace(RECORDED, moved=0.045)),
 }
 
