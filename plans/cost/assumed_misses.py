@@ -148,16 +148,15 @@ def _ranking(
 def _reference(neurons: int, *, mixture: bool) -> Ranking:
     """Return the ranking of the measured model whose clusters have the most similar size, for its factors."""
     measured = min(ROUTED if mixture else DENSE, key=lambda model: abs(math.log(model.neurons / neurons)))
-    read = measured.read
     rates = ActivationRates(
         chosen=measured.chosen,
-        trigger_read=read,
-        value_read=read,
-        down_read=read,
+        trigger_read=measured.read,
+        value_read=measured.read,
+        down_read=measured.read,
         by_frequency=True,
-        curve=assumed_curve(read),
+        curve=assumed_curve(measured.read),
     )
-    bins = _bins(rates.rates_along_curve(read), measured.neurons, measured.chosen, 1.0)
+    bins = _bins(rates.rates_along_curve(measured.read), measured.neurons, measured.chosen, 1.0)
     return Ranking([bins], lambda share: interpolated(measured.misses, share), measured.misses[0][0])
 
 

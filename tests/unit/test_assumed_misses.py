@@ -76,13 +76,12 @@ def test_neurons_that_nearly_always_fire_do_so_in_a_sparser_model_too() -> None:
 
 
 def test_several_sequences_do_not_miss_all_as_soon_as_a_step_is_half_of_what_is_resident() -> None:
-    """CLOCK on generated sequences missed 0.28 of what four of a 7B accessed, and 0.51 of a 2B mixture, of which a
-    package misses an eighth less than generated sequences."""
+    """CLOCK on generated sequences missed 0.28, 0.51 and 0.51 of what four accessed (a 7B and a 2B mixture)."""
     exact = dataclasses.replace(DENSE, value_read=0.125, curve=assumed_curve(0.125))
     assert assumed_accesses(exact, 0.125, 1, 0.315, 0.05, 4).miss_rate == pytest.approx(0.28, rel=0.15)
     mixture = dataclasses.replace(exact, chosen=0.25)
-    assert assumed_accesses(mixture, 0.125, 4, 0.315, 0.0, 4).miss_rate == pytest.approx(0.445, rel=0.1)
-    assert assumed_accesses(MIXTURE, 0.13, 4, 0.291, 0.0, 4).miss_rate == pytest.approx(0.445, rel=0.1)
+    assert assumed_accesses(mixture, 0.125, 4, 0.315, 0.0, 4).miss_rate == pytest.approx(0.507, rel=0.1)
+    assert assumed_accesses(MIXTURE, 0.13, 4, 0.291, 0.0, 4).miss_rate == pytest.approx(0.506, rel=0.1)
 
 
 def test_experts_that_compute_every_token_are_not_missed() -> None:

@@ -182,6 +182,7 @@ IN_EVERY_RUN = {
     ("pc", "turbosparse-100m", "predicted", 1.0, 1), ("pc", "qwen3-moe-100m", "exact", 0.3, 4),
     ("oneplus-12", "qwen3-moe-100m", "exact", 0.6, 4), ("oneplus-ace-2", "turbosparse-mixtral-2b", "exact", 0.3, 1),
     ("oneplus-12", "nemotron-3-100m", "exact", 0.6, 1), ("pc", "granite-4-h-100m", "exact", 0.3, 1),
+    ("oneplus-12", "smallthinker-100m", "exact", 0.6, 4),
 }  # fmt: skip
 
 
