@@ -195,12 +195,18 @@ void np_dot_floats(const float *rows, size_t count, size_t n, const float *x, fl
 void np_f32_to_f16(const float *x, size_t n, uint16_t *out); /* round to nearest even */
 void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
 
-/* Attention of tokens at consecutive positions, whose query heads share fp16 keys and values. */
+/* Rows of the KV cache, of n elements: NP_F16, or NP_Q8 with a row's scales behind its quants. A group with an element
+ * that is not finite has no finite elements when it is read. */
+size_t np_kv_row_bytes(int type, size_t n); /* 0 for another type, or n%32 != 0 with NP_Q8 */
+void np_kv_store(int type, const float *x, size_t n, void *row);
+
+/* Attention of tokens at consecutive positions, whose query heads share keys and values. */
 typedef struct {
     const float *queries; /* of a token [heads, width] */
     size_t token_stride;  /* floats from one token to the next, in queries and in out */
     size_t heads, tokens;
-    const uint16_t *keys, *values; /* [positions, width] from the sequence's first position on */
+    const void *keys, *values; /* [positions] rows of the KV cache, of `width` elements, from the sequence's first position on */
+    int type;             /* of these rows */
     size_t positions;     /* of the first token, itself included, so at least 1; each further token has one more */
     size_t window;        /* a token attends to so many positions, the latest; 0: to all */
     size_t width;
@@ -213,7 +219,7 @@ typedef struct {
 /* Keys and values are read once for so many heads of a token, or for a head of so many tokens. A head's bits do not
  * depend on the other heads and tokens. With four, 8,192 positions take 1.4 times as long; sixteen gain an eighth there,
  * and lose as much with eight heads per key head (Xeon 6, width 128). */
-enum { NP_ATTEND_QUERIES = 8 };
+enum { NP_ATTEND_QUERIES = 8, NP_ATTEND_CHUNK = 64 };
 void np_attend(const np_attend_job *job);
 
 /* y[j] += x[j]. */
@@ -816,8 +822,8 @@ typedef struct {
     uint32_t *claims;  /* [np_engine_claims(layers)], zeroed before every step */
     float *logits;     /* [logit_rows][vocabulary] */
     int32_t *drafted;  /* [max_tokens] with a draft layer: the drafted tokens of the last step, in order */
-    uint16_t *kv;      /* of each layer [sequences][key_heads][2][context_tokens][head_width], its own sizes; with latents
-                        * [sequences][context_tokens][latent_width+rotary_width] */
+    void *kv;          /* rows of config.kv_type: of each layer [sequences][key_heads][2][context_tokens] of head_width elements, its own sizes; with
+                        * latents [sequences][context_tokens] of latent_width+rotary_width */
     float *states;     /* [state_slots][state_elements]: for each recurrent layer the last inputs of its convolution, the earliest first, then memories
                         * [state_heads][state_key_width][state_value_width]; for a draft layer the last hidden state of the latest token */
     const uint8_t *slots[2];               /* by part */
@@ -839,6 +845,7 @@ typedef struct {
 
 typedef struct {
     uint32_t sequences, max_tokens, logit_rows;
+    int32_t kv_type;           /* NP_F16; or NP_Q8, if all rows of the KV cache have a multiple of 32 elements */
     uint32_t state_slots;      /* of np_shared.states */
     uint32_t window_blocks;    /* blocks of an expert that are open at once; from experts * blocks on: all experts of a layer */
     uint32_t partial_tokens;   /* tokens whose block sums fit `partials`; fewer than max_tokens only if a window is a whole layer */

@@ -16,7 +16,7 @@ from neuronpipe.launch.arguments.values import (
     parse_speed,
 )
 from neuronpipe.launch.planning.options import PlanOptions
-from neuronpipe.plans.plan.document import BACKEND_ROLES, MODES
+from neuronpipe.plans.plan.document import BACKEND_ROLES, KV_TYPES, MODES
 from neuronpipe.plans.planner.default_sizes import MAX_LOSS, MAX_SEQUENCES
 from neuronpipe.plans.planner.mode_choice import Quality
 from neuronpipe.plans.planner.plan_options import BASELINES, TECHNIQUES, Technique
@@ -43,6 +43,7 @@ def plan_options(arguments: argparse.Namespace) -> PlanOptions:
         accelerator_memory_bytes=arguments.gpu_memory,
         without=arguments.without,
         hints=arguments.hints,
+        kv_type=arguments.kv_type,
         baseline=arguments.baseline,
         prompt_cache_bytes=0 if arguments.baseline else arguments.prompt_cache,
         history=not arguments.no_history,
@@ -99,6 +100,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_count,
         metavar="TOKENS",
         help="context length (default: what memory allows)",
+    )
+    group.add_argument(
+        "--kv-type",
+        choices=KV_TYPES,
+        default="f16",
+        help="type of the KV cache: f16 (default); q8: nearly half the memory for the same context, and results that "
+        "differ a little",
     )
     group.add_argument(
         "--sequences",

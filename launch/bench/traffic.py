@@ -59,7 +59,7 @@ def traffic(package: Package, plan: Plan, cost: Mapping[str, float], positions: 
     model, layout = manifest.model, manifest.layout
     row_bytes = neuron_row_bytes(manifest)
     fixed_bytes = step_bytes(package, predicts=plan.compute.mode == "predicted" or plan.compute.hints)
-    kv_bytes = positions * position_bytes(manifest.model)
+    kv_bytes = positions * position_bytes(manifest.model, plan.compute.kv_type)
     steps = cost.get("steps", 0.0)
     max_rows = steps * model.ffns * model.neurons
     gates, ups, downs = (min(cost.get(name, 0.0), max_rows) * row_bytes for name in ROWS)

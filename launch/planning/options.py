@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from neuronpipe.launch.planning import AUTO
-from neuronpipe.plans.plan.document import Mode
+from neuronpipe.plans.plan.document import KvType, Mode
 from neuronpipe.plans.planner.mode_choice import Quality, show_quality
 from neuronpipe.plans.planner.plan_options import Baseline, Technique
 from neuronpipe.protocol.errors import UserError
@@ -38,6 +38,7 @@ class PlanOptions:
     accelerator_memory_bytes: int | None = None
     without: frozenset[Technique] = frozenset()
     hints: bool = False
+    kv_type: KvType = "f16"
     baseline: Baseline | None = None
     prompt_cache_bytes: int = 0
     history: bool = False
@@ -81,6 +82,7 @@ class PlanOptions:
             f"--mode {self.mode}": self.mode is not None,
             f"--baseline {self.baseline}": self.baseline is not None,
             "--hints": self.hints and allows_loss,
+            f"--kv-type {self.kv_type}": self.kv_type != "f16",
             "--without predictor": "predictor" in self.without and allows_loss,
         }
         for option, is_typed in deciding.items():

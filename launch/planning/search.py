@@ -70,7 +70,8 @@ def search_plan(
     sequences = 1 if options.sequences is None else options.sequences
     context_tokens = options.context_tokens
     if context_tokens is None:
-        context_tokens = default_context(subject.manifest.model, _limit_bytes(subject.device, options), sequences)
+        limit_bytes = _limit_bytes(subject.device, options)
+        context_tokens = default_context(subject.manifest.model, limit_bytes, sequences, options.kv_type)
     requirements = PlannerOptions(
         ffn_resident_share=options.ffn_resident_share,
         context_tokens=context_tokens,
@@ -78,6 +79,7 @@ def search_plan(
         without=options.without,
         baseline=options.baseline,
         hints=options.hints,
+        kv_type=options.kv_type,
         follows=options.follows_available_memory,
         prompt_cache_bytes=options.prompt_cache_bytes,
     )
@@ -100,7 +102,7 @@ def search_plan(
         *(() if storage is None else storage.notes()),
     ]
     if options.context_tokens is None and context_tokens < subject.manifest.model.context_tokens:
-        reasons.append(context_reason(subject.manifest.model, context_tokens, sequences))
+        reasons.append(context_reason(subject.manifest.model, context_tokens, sequences, options.kv_type))
     if subject.prompts.reason:
         reasons.append(subject.prompts.reason)
     if target_speed is not None:

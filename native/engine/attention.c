@@ -22,12 +22,20 @@
 #include "engine/work.h"
 #include "kernels/exponential.h"
 
-/* The keys (which 0) or values (which 1) of one layer, sequence and key head: [context_tokens][head_width]. */
-static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequence, uint32_t key_head, uint32_t which)
+/* The keys (which 0) or values (which 1) of one layer, sequence and key head: [context_tokens] rows of head_width. */
+static uint8_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequence, uint32_t key_head, uint32_t which)
 {
     const np_layer *l = &engine->fixed.layers[layer];
     const size_t head = ((size_t)sequence * l->key_heads + key_head) * 2 + which;
-    return np_layer_kv(engine, layer) + head * engine->shape.context_tokens * l->head_width;
+    return np_layer_kv(engine, layer) + head * np_context_bytes(engine, l->head_width);
+}
+
+/* Store a token's key or value of one head. */
+static void store(const np_engine *engine, uint32_t layer, uint32_t key_head, uint32_t which, uint32_t t, const float *vector)
+{
+    const size_t width = engine->fixed.layers[layer].head_width, row_bytes = np_kv_row_bytes(engine->config.kv_type, width);
+    uint8_t *rows = kv_of(engine, layer, (uint32_t)engine->sequence[t], key_head, which);
+    np_kv_store(engine->config.kv_type, vector, width, rows + (size_t)engine->position[t] * row_bytes);
 }
 
 static void rotate(const np_engine *engine, const np_layer *l, int32_t position, float *head)
@@ -94,8 +102,7 @@ static void norm_jointly(np_engine *engine, uint32_t layer)
         np_grow_query(engine, t, s->query_heads * width, query);
         for (uint32_t head = 0; head < l->key_heads; head++) {
             norm_and_rotate(engine, l, NULL, engine->position[t], key + head * width);
-            np_f32_to_f16(key + head * width, width,
-                          kv_of(engine, layer, (uint32_t)engine->sequence[t], head, 0) + (size_t)engine->position[t] * width);
+            store(engine, layer, head, 0, t, key + head * width);
         }
     }
 }
@@ -103,19 +110,18 @@ static void norm_jointly(np_engine *engine, uint32_t layer)
 /* Store a value, normed and clipped if the model does. It may be overwritten. */
 static void store_value(np_engine *engine, uint32_t layer, uint32_t key_head, uint32_t t, float *value)
 {
-    const size_t position = (size_t)engine->position[t], width = engine->fixed.layers[layer].head_width;
+    const size_t width = engine->fixed.layers[layer].head_width;
     if (engine->shape.value_norm)
         np_rms_norm(value, NULL, width, engine->shape.norm_epsilon, value);
     clip(&engine->shape, width, value);
-    np_f32_to_f16(value, width, kv_of(engine, layer, (uint32_t)engine->sequence[t], key_head, 1) + position * width);
+    store(engine, layer, key_head, 1, t, value);
 }
 
 static void store_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_t t, float *values)
 {
     const np_layer *l = &engine->fixed.layers[layer];
     const np_shape *s = &engine->shape;
-    const size_t position = (size_t)engine->position[t], width = l->head_width;
-    const uint32_t sequence = (uint32_t)engine->sequence[t];
+    const size_t width = l->head_width;
     const uint32_t first_gate = s->query_heads + (l->value_from_key ? 1 : 2) * l->key_heads;
     float *queries = engine->shared.queries + (size_t)t * s->heads_width;
     if (l->value_from_key && head >= s->query_heads && head < first_gate) {
@@ -135,7 +141,7 @@ static void store_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_
         memcpy(raw_key(engine, t) + (head - s->query_heads) * width, values, width * sizeof *values);
     } else if (head < s->query_heads + l->key_heads) {
         norm_and_rotate(engine, l, l->key_norm, engine->position[t], values);
-        np_f32_to_f16(values, width, kv_of(engine, layer, sequence, head - s->query_heads, 0) + position * width);
+        store(engine, layer, head - s->query_heads, 0, t, values);
     } else {
         store_value(engine, layer, head - s->query_heads - l->key_heads, t, values);
     }
@@ -228,6 +234,7 @@ static void attend(np_engine *engine, uint32_t layer)
                 .tokens = tokens,
                 .keys = kv_of(engine, layer, sequence, head / heads_per_key, 0),
                 .values = kv_of(engine, layer, sequence, head / heads_per_key, 1),
+                .type = engine->config.kv_type,
                 .positions = (size_t)engine->position[t] + 1,
                 .window = window_of(engine, layer, t),
                 .width = width,

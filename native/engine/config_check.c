@@ -275,6 +275,12 @@ static const char *invalid_experts(const np_shape *s, const np_fixed *fixed)
     return NULL;
 }
 
+/* The elements of a row of the KV cache in a layer with attention. */
+static size_t cached_width(const np_shape *s, const np_layer *l)
+{
+    return s->latent_width ? np_cached_width(s) : l->head_width;
+}
+
 /* Check the sizes of every layer's heads. Runtimes and accelerators compute those of the shape only. */
 static const char *invalid_heads(const np_shape *s, const np_fixed *fixed, const np_engine_config *p)
 {
@@ -285,6 +291,8 @@ static const char *invalid_heads(const np_shape *s, const np_fixed *fixed, const
             return "head_width";
         if (!l->key_heads || s->query_heads % l->key_heads || !np_quant_bytes(s->type, np_output_columns(s, l)))
             return "query_heads";
+        if (l->mixer == NP_MIXER_ATTENTION && !np_kv_row_bytes(p->kv_type, cached_width(s, l)))
+            return "kv_type";
         if ((differs && (s->latent_width || p->external_products || p->offload_blocks)) || (s->latent_width && s->value_norm))
             return differs ? "key_heads" : "value_norm";
     }

@@ -256,10 +256,16 @@ static inline uint32_t np_cached_width(const np_shape *s)
     return s->latent_width + s->rotary_width;
 }
 
-/* The keys and values of one layer, of all sequences. */
-static inline uint16_t *np_layer_kv(const np_engine *engine, uint32_t layer)
+/* The bytes of the whole context of one sequence in rows of so many elements. */
+static inline size_t np_context_bytes(const np_engine *engine, size_t elements)
 {
-    return engine->shared.kv + (size_t)engine->fixed.layers[layer].cached_before * engine->config.sequences * engine->shape.context_tokens;
+    return np_kv_row_bytes(engine->config.kv_type, elements) * engine->shape.context_tokens;
+}
+
+/* The keys and values of one layer, of all sequences. */
+static inline uint8_t *np_layer_kv(const np_engine *engine, uint32_t layer)
+{
+    return (uint8_t *)engine->shared.kv + engine->config.sequences * np_context_bytes(engine, engine->fixed.layers[layer].cached_before);
 }
 
 /* The number of columns of a layer's attention output matrix. */

@@ -41,11 +41,10 @@ static uint32_t claim(np_engine *engine, uint32_t layer, uint32_t first, uint32_
     return piece == NP_NONE ? NP_NONE : piece - first;
 }
 
-/* The latents of one layer and sequence: [context_tokens][np_cached_width]. */
-static uint16_t *latents_of(const np_engine *engine, uint32_t layer, uint32_t sequence)
+/* The latents of one layer and sequence: [context_tokens] rows of np_cached_width. */
+static uint8_t *latents_of(const np_engine *engine, uint32_t layer, uint32_t sequence)
 {
-    const np_shape *s = &engine->shape;
-    return np_layer_kv(engine, layer) + (size_t)sequence * s->context_tokens * np_cached_width(s);
+    return np_layer_kv(engine, layer) + sequence * np_context_bytes(engine, np_cached_width(&engine->shape));
 }
 
 /* Rows of a matrix times each token's vector, into engine->rows. */
@@ -101,14 +100,15 @@ static void norm_and_store(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
-    const size_t width = np_cached_width(s);
+    const size_t width = np_cached_width(s), row_bytes = np_kv_row_bytes(engine->config.kv_type, width);
     const np_range tokens = np_even_share(engine, engine->count);
     for (uint32_t t = tokens.from; t < tokens.to; t++) {
         float *latent = engine->shared.attention + t * np_heads_width(s), *query = latent + width;
         np_rms_norm(latent, l->latent_norm, s->latent_width, LATENT_EPSILON, latent);
         if (l->rotary)
             rotate(engine, t, latent + s->latent_width);
-        np_f32_to_f16(latent, width, latents_of(engine, layer, (uint32_t)engine->sequence[t]) + (size_t)engine->position[t] * width);
+        np_kv_store(engine->config.kv_type, latent, width,
+                    latents_of(engine, layer, (uint32_t)engine->sequence[t]) + (size_t)engine->position[t] * row_bytes);
         if (s->query_rank)
             np_rms_norm(query, l->query_down_norm, s->query_rank, LATENT_EPSILON, query);
     }
@@ -173,7 +173,7 @@ static void attend(np_engine *engine, uint32_t layer)
         const uint32_t head = piece / blocks * ATTENDED_HEADS, first = piece % blocks * block;
         const uint32_t end = engine->count - first < block ? engine->count : first + block;
         for (uint32_t t = first, tokens; t < end; t += tokens) {
-            const uint16_t *latents = latents_of(engine, layer, (uint32_t)engine->sequence[t]);
+            const uint8_t *latents = latents_of(engine, layer, (uint32_t)engine->sequence[t]);
             const size_t offset = t * np_heads_width(s) + head * width;
             tokens = np_following_tokens(engine, t, end);
             /* The rotated keys are mixed along with the latents, and not read any more. */
@@ -184,6 +184,7 @@ static void attend(np_engine *engine, uint32_t layer)
                 .tokens = tokens,
                 .keys = latents,
                 .values = latents,
+                .type = engine->config.kv_type,
                 .positions = (size_t)engine->position[t] + 1,
                 .window = engine->fixed.layers[layer].window_tokens,
                 .width = width,

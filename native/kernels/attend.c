@@ -1,11 +1,12 @@
-/* Attention of query heads that share a key head. Keys and values are f16 rows, so the dot and add kernels are used.
- * Queries are computed together, the heads of a token or a head of several tokens, so that a key or value is converted
- * once for four of them and comes from memory once for all. */
+/* Attention of query heads that share a key head. Queries are computed together, the heads of a token or a head of several
+ * tokens, so that a key or value is converted once for some of them and comes from memory once for all. */
 #include "kernels/isa.h"
+#include "kernels/half.h"
 
+#include <math.h>
 #include <string.h>
 
-enum { CHUNK = 64 }; /* positions per chunk: their values stay in the first-level cache for all queries */
+enum { CHUNK = NP_ATTEND_CHUNK }; /* its keys and values stay in the first-level cache for all queries */
 
 /* Up to NP_ATTEND_QUERIES queries. Query i attends to the positions from[i] to to[i] (excluded), which never shrink. */
 typedef struct {
@@ -20,41 +21,43 @@ NP_INLINE float *scores_at(const query_block *b, size_t i, size_t position) {
     return b->scores + i * b->score_stride + (position - b->from[0]);
 }
 
-static np_rows rows_at(const uint16_t *rows, size_t width, size_t from, size_t to) {
-    return (np_rows){.quants = (const uint8_t *)(rows + from * width), .quant_bytes = 2 * width, .rows = to - from, .n = width};
+static int is_for_vectors(const np_attend_job *job) { return job->width % NP_MIXED_LANES == 0 && job->width <= NP_MIXED_COLUMNS; }
+
+/* At most a chunk of the keys or values from a position on. */
+static np_kv_rows rows_at(const np_attend_job *job, const uint8_t *rows, size_t from, size_t to) {
+    const size_t row_bytes = np_kv_row_bytes(job->type, job->width), count = to - from < CHUNK ? to - from : CHUNK;
+    return (np_kv_rows){.type = job->type, .rows = rows + from * row_bytes, .row_bytes = row_bytes, .count = count, .n = job->width, .following = to - from - count};
+}
+
+/* The scores of all queries, without scale, at the positions that any of them attends to. */
+static void compute_scores(const np_attend_job *job, const query_block *b) {
+    np_scores_function *scores = is_for_vectors(job) ? np_isa_current()->scores : np_scalar_scores;
+    for (size_t from = b->from[0]; from < b->to[b->count - 1]; from += CHUNK) {
+        const np_kv_rows keys = rows_at(job, job->keys, from, b->to[b->count - 1]);
+        scores(&keys, b->queries, b->stride, b->count, scores_at(b, 0, from), b->score_stride);
+    }
 }
 
 /* Add the values at some positions to the output of queries first to first + count. */
 static void add_values(const np_attend_job *job, const query_block *b, size_t first, size_t count, size_t from, size_t to) {
-    const np_isa *isa = np_isa_current();
+    np_mix_function *mix = is_for_vectors(job) ? np_isa_current()->mix : np_scalar_mix;
     for (; from < to; from += CHUNK) {
-        const np_rows rows = rows_at(job->values, job->width, from, to - from < CHUNK ? to : from + CHUNK);
-        float *out = b->out + first * b->stride;
-        const float *weights = scores_at(b, first, from);
-        if (count > 1 && isa->add_for_tokens && isa->add_for_tokens(NP_F16, &rows, weights, b->score_stride, count, out, b->stride)) continue;
-        for (size_t i = 0; i < count; i++) isa->add_rows[NP_F16](&rows, weights + i * b->score_stride, out + i * b->stride);
+        const np_kv_rows values = rows_at(job, job->values, from, to);
+        mix(&values, scores_at(b, first, from), b->score_stride, count, b->out + first * b->stride, b->stride);
     }
 }
 
 static void attend_block(const np_attend_job *job, const query_block *b) {
-    const np_isa *isa = np_isa_current();
     const size_t width = job->width, last = b->count - 1, begin = b->from[last], end = b->to[0];
     float sums[NP_ATTEND_QUERIES];
-    isa->dot_rows[NP_F16](&(np_dot_job){
-        .rows = rows_at(job->keys, width, b->from[0], b->to[last]),
-        .activations = (const uint8_t *)b->queries,
-        .activation_stride_bytes = b->stride * sizeof *b->queries,
-        .tokens = b->count,
-        .out = b->scores,
-        .out_stride = b->score_stride,
-    });
+    compute_scores(job, b);
     for (size_t i = 0; i < b->count; i++) {
         const size_t positions = b->to[i] - b->from[i];
         float *scores = scores_at(b, i, b->from[i]);
         for (size_t p = 0; p < positions; p++) scores[p] *= job->scale;
         if (job->score_cap != 0.0f) np_soft_cap(scores, positions, job->score_cap);
         if (b->sinks) scores[positions] = b->sinks[i * b->sink_step];
-        sums[i] = isa->softmax_weights(scores, positions + (b->sinks != NULL));
+        sums[i] = np_isa_current()->softmax_weights(scores, positions + (b->sinks != NULL));
     }
     /* Each query's values are added in their order: those before the common positions, these, and those behind. */
     for (size_t i = 0; i < b->count; i++) {
@@ -91,4 +94,34 @@ void np_attend(const np_attend_job *job) {
             b.score_stride = b.to[b.count - 1] - b.from[0] + 1;
             attend_block(job, &b);
         }
+}
+
+size_t np_kv_row_bytes(int type, size_t n) { return type == NP_F16 || type == NP_Q8 ? np_quant_bytes(type, n) + np_scale_bytes(type, n) : 0; }
+
+/* The largest magnitude of a group as bits of a float, which are in the order of magnitudes, with those that are not finite
+ * on top. */
+static uint32_t largest_bits(const float *x) {
+    uint32_t largest = 0;
+    for (size_t j = 0; j < NP_GROUP; j++) {
+        const uint32_t bits = np_bits_of(x[j]) & 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+void np_kv_store(int type, const float *x, size_t n, void *row) {
+    if (type == NP_F16) {
+        np_isa_current()->f32_to_f16(x, n, row);
+        return;
+    }
+    int8_t *quants = row;
+    uint16_t *scales = (uint16_t *)(quants + n);
+    for (size_t g = 0; g < n / NP_GROUP; g++, x += NP_GROUP, quants += NP_GROUP) {
+        scales[g] = np_float_to_half(np_float_of(largest_bits(x)) / 127.0f);
+        const float scale = np_half_to_float(scales[g]), inverse = scale > 0.0f && scale < INFINITY ? 1.0f / scale : 0.0f;
+        for (size_t j = 0; j < NP_GROUP; j++) {
+            const float code = inverse ? rintf(x[j] * inverse) : 0.0f;
+            quants[j] = (int8_t)(code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code);
+        }
+    }
 }

@@ -197,5 +197,7 @@ const np_isa np_isa_avx2 = {
     recode,
     NULL,
     add_for_tokens,
+    np_avx2_scores,
+    np_avx2_mix,
 };
 #endif

@@ -115,7 +115,9 @@ static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
      narrow,                                                      \
      recode,                                                      \
      PANEL,                                                       \
-     np_avx512_add_for_tokens}
+     np_avx512_add_for_tokens,                                    \
+     np_avx512_scores,                                            \
+     np_avx512_mix}
 
 const np_isa np_isa_avx512 = TABLE("avx512", runs_here, &np_avx512_panel);
 const np_isa np_isa_amx = TABLE("amx", runs_with_amx, &np_amx_panel); /* if amx.c allows it */

@@ -74,6 +74,20 @@ typedef struct {
     void (*dot)(int type, const np_dot_job *job);
 } np_panel_kernel;
 
+/* Up to NP_ATTEND_CHUNK rows of the KV cache, row_bytes apart. */
+typedef struct {
+    int type;
+    const uint8_t *rows;
+    size_t row_bytes, count, n;
+    size_t following; /* rows behind them that are read next */
+} np_kv_rows;
+/* Attention's products with rows of up to NP_MIXED_COLUMNS elements, a multiple of NP_MIXED_LANES, but for scalar: out[q*out_stride + r] =
+ * the product of row r and query q; and out[q*out_stride + j] += the sum of weights[q*stride + r] * row[r][j] over r, row
+ * by row. The bits of a result do not depend on the other queries. */
+typedef void np_scores_function(const np_kv_rows *rows, const float *queries, size_t stride, size_t count, float *out, size_t out_stride);
+typedef void np_mix_function(const np_kv_rows *rows, const float *weights, size_t stride, size_t count, float *out, size_t out_stride);
+enum { NP_MIXED_COLUMNS = 1024, NP_MIXED_LANES = 16 };
+
 typedef struct {
     const char *name;
     int (*runs_here)(void);
@@ -94,12 +108,16 @@ typedef struct {
     np_recode_function *recode;
     const np_panel_kernel *panel; /* NULL: through dot_rows */
     np_add_tokens_function *add_for_tokens; /* NULL: through add_rows */
+    np_scores_function *scores;
+    np_mix_function *mix;
 } np_isa;
 
 /* The instruction set in use. Aborts with a message if NEURONPIPE_ISA names one that this machine lacks. */
 const np_isa *np_isa_current(void);
 
 extern const np_isa np_isa_scalar;
+np_scores_function np_scalar_scores;
+np_mix_function np_scalar_mix;
 np_dot_function np_scalar_dot_q4k, np_scalar_dot_q5k, np_scalar_dot_q6k, np_scalar_dot_q4h, np_scalar_dot_q5h;
 np_add_function np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k, np_scalar_add_q4h, np_scalar_add_q5h;
 #if defined(__x86_64__)
@@ -116,6 +134,8 @@ void np_avx512_add_f16_for_tokens(const np_rows *rows, const float *a, size_t a_
 extern const np_panel_kernel np_avx512_panel, np_amx_panel;
 /* True if two panel kernels give the same bits for some rows and tokens of each quantized type. 0 if memory is short. */
 int np_panels_agree(const np_panel_kernel *a, const np_panel_kernel *b);
+np_scores_function np_avx2_scores, np_avx512_scores;
+np_mix_function np_avx2_mix, np_avx512_mix;
 #define NP_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define NP_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #elif defined(__aarch64__)
@@ -125,6 +145,8 @@ np_dot_function np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3,
 np_add_function np_neon_add_q4k, np_neon_add_q5k, np_neon_add_q6k, np_neon_add_q4h, np_neon_add_q5h;
 np_dot_function np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3, np_dotprod_dot_q4k, np_dotprod_dot_q5k, np_dotprod_dot_q6k, np_dotprod_dot_iq4, np_dotprod_dot_mxfp4,
     np_dotprod_dot_q4h, np_dotprod_dot_q5h;
+np_scores_function np_neon_scores;
+np_mix_function np_neon_mix;
 #endif
 
 /* Prefetch stays within the requested rows: in a cache slot the next row may belong to a neuron that does not fire, and

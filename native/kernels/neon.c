@@ -205,6 +205,8 @@ const np_isa np_isa_neon = {
     recode,
     NULL,
     add_for_tokens,
+    np_neon_scores,
+    np_neon_mix,
 };
 
 const np_isa np_isa_dotprod = {
@@ -229,5 +231,7 @@ const np_isa np_isa_dotprod = {
     recode,
     NULL,
     add_for_tokens,
+    np_neon_scores,
+    np_neon_mix,
 };
 #endif

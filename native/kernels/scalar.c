@@ -158,6 +158,31 @@ static void f16_to_f32(const uint16_t *x, size_t n, float *out) {
     for (size_t j = 0; j < n; j++) out[j] = np_half_to_float(x[j]);
 }
 
+/* An element of a row of the KV cache. */
+NP_INLINE float element_of(const np_kv_rows *rows, size_t r, size_t j) {
+    const uint8_t *row = rows->rows + r * rows->row_bytes;
+    if (rows->type == NP_F16) return np_half_to_float(((const uint16_t *)(const void *)row)[j]);
+    return (float)((const int8_t *)row)[j] * np_half_to_float(((const uint16_t *)(const void *)(row + rows->n))[j / NP_GROUP]);
+}
+
+void np_scalar_scores(const np_kv_rows *rows, const float *queries, size_t stride, size_t count, float *out, size_t out_stride) {
+    for (size_t r = 0; r < rows->count; r++) {
+        for (size_t q = 0; q < count; q++) out[q * out_stride + r] = 0.0f;
+        for (size_t j = 0; j < rows->n; j++) {
+            const float key = element_of(rows, r, j);
+            for (size_t q = 0; q < count; q++) out[q * out_stride + r] += key * queries[q * stride + j];
+        }
+    }
+}
+
+void np_scalar_mix(const np_kv_rows *rows, const float *weights, size_t stride, size_t count, float *out, size_t out_stride) {
+    for (size_t r = 0; r < rows->count; r++)
+        for (size_t j = 0; j < rows->n; j++) {
+            const float value = element_of(rows, r, j);
+            for (size_t q = 0; q < count; q++) out[q * out_stride + j] += weights[q * stride + r] * value;
+        }
+}
+
 NP_INLINE void unpack_group(int type, const uint8_t *quants, int8_t *q) {
     if (type == NP_Q8) {
         memcpy(q, quants, NP_GROUP);
@@ -224,4 +249,6 @@ const np_isa np_isa_scalar = {
     recode,
     NULL,
     NULL,
+    np_scalar_scores,
+    np_scalar_mix,
 };

@@ -64,7 +64,7 @@ class StepBytes:
         elements = sum(
             layers * vectors.elements * min(tokens, window or tokens) for (vectors, window), layers in groups
         )
-        return 2 * elements + 2 * STATE_ELEMENT_BYTES * model.all_state_elements
+        return row_bytes(self.compute.kv_type, elements) + 2 * STATE_ELEMENT_BYTES * model.all_state_elements
 
     def trigger_rows(self, tokens: int) -> float:
         """Return the bytes of the trigger rows that the tokens read. A row counts for each token, up to all rows."""

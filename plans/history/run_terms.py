@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final, Literal
 
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.traffic import position_bytes
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.layouts.run import BOARD_TERMS
@@ -133,7 +134,7 @@ def planned_terms(plan: Plan, manifest: Manifest, position: float) -> TokenTerms
     if expected.neuron_ms_per_token is None or has_accelerator:
         compute_ms = None
     elif compute_ms is not None:
-        half, kv_bytes = plan.compute.context_tokens // 2, manifest.model.position_elements * 2
+        half, kv_bytes = plan.compute.context_tokens // 2, position_bytes(manifest.model, plan.compute.kv_type)
         fewer_bytes = min(kv_bytes * max(0.0, half - position), 0.9 * expected.sequential_bytes_per_token)
         compute_ms *= 1 - fewer_bytes / max(1, expected.sequential_bytes_per_token)
         compute_ms += expected.neuron_ms_per_token

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.layout import row_bytes
+from neuronpipe.plans.package.layout import Quantization, row_bytes
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 
@@ -38,6 +38,6 @@ def step_bytes(package: Package, *, predicts: bool) -> int:
     return total
 
 
-def position_bytes(model: ModelSpec) -> int:
-    """Return the bytes of the fp16 keys and values of one position, in all layers and heads."""
-    return model.position_elements * 2
+def position_bytes(model: ModelSpec, kv_type: Quantization) -> int:
+    """Return the bytes of the keys and values of one position, in all layers and heads, as elements of this type."""
+    return row_bytes(kv_type, model.position_elements)

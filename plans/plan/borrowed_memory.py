@@ -18,7 +18,7 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 
-from neuronpipe.plans.package.layout import PAGE_BYTES
+from neuronpipe.plans.package.layout import PAGE_BYTES, row_bytes
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Compute, Memory, MemoryBudget
 from neuronpipe.plans.plan.segment_sizes import STATE_ELEMENT_BYTES, RunShape, prefill_layouts
@@ -27,7 +27,6 @@ from neuronpipe.protocol.frozen import frozen
 GRANTS = 16  # maximum of reservations until a sequence fills its context
 SHORT_PROMPT_TOKENS = 64  # a prompt's step while other sequences decode; longer steps reserve the whole stage
 NEVER_BORROWED_BYTES = 1 << 20
-KV_BYTES = 2  # size of one component of a key or value
 
 PartCounts = tuple[int, int]
 """Numbers of trigger slots and of value slots."""
@@ -70,7 +69,7 @@ class BorrowableMemory:
     def grant_tokens(self) -> int:
         """Tokens of a grant, which are reserved together. Their keys fill whole pages."""
         least_width = min(vectors.width for vectors in self.manifest.model.cached_vectors)
-        page_tokens = max(1, PAGE_BYTES // (least_width * KV_BYTES))
+        page_tokens = max(1, PAGE_BYTES // row_bytes(self.shape.kv_type, least_width))
         return max(1, -(-self.shape.context_tokens // GRANTS // page_tokens)) * page_tokens
 
     def granted_tokens(self, tokens: int) -> int:
@@ -120,8 +119,9 @@ class BorrowableMemory:
             return 0
         total_bytes, used_tokens = 0, self.granted_tokens(tokens)
         for vectors in self.manifest.model.cached_vectors:
-            used_bytes = used_tokens * vectors.width * KV_BYTES
-            shared_bytes = PAGE_BYTES if self.shape.context_tokens * vectors.width * KV_BYTES % PAGE_BYTES else 0
+            vector_bytes = row_bytes(self.shape.kv_type, vectors.width)
+            used_bytes = used_tokens * vector_bytes
+            shared_bytes = PAGE_BYTES if self.shape.context_tokens * vector_bytes % PAGE_BYTES else 0
             total_bytes += vectors.vectors * (-(-used_bytes // PAGE_BYTES) * PAGE_BYTES + shared_bytes)
         return total_bytes
 

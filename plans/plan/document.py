@@ -34,6 +34,10 @@ MAX_CORRECTION = 8.0
 Mode = Literal["exact", "predicted", "thresholded"]
 MODES: tuple[Mode, ...] = ("exact", "predicted", "thresholded")
 
+KvType = Literal["f16", "q8"]
+KV_TYPES: tuple[KvType, ...] = ("f16", "q8")
+"""The types of the elements of the KV cache."""
+
 ACCELERATOR = "accelerator"
 """The optional role that computes the first blocks of every feed-forward in decode steps, on a device such as a GPU."""
 
@@ -111,6 +115,7 @@ class Compute:
     state_slots: int = 0  # recurrent states: two of each sequence, one of each drafted token, snapshots
     device_name: str = ""  # the accelerator's device, as its driver names it; empty without one
     draft_tokens: Annotated[int, Range(0, MAX_DRAFT_TOKENS)] = 0  # maximum of drafted tokens in a decode step
+    kv_type: KvType = "f16"  # of keys, values and latents; with q8 they take 17 bytes instead of 32, and are rounded
     embedding_on_flash: bool = False  # True: a token's row of the embedding is read when a step needs it
 
     def decode_workers(self) -> tuple[ProcessSpec, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 from neuronpipe.native import lib
 from neuronpipe.plans.activity.eviction_rule import whole_experts_of_token
 from neuronpipe.plans.package.byte_pair_tokens import tokenizer_bytes
-from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
+from neuronpipe.plans.package.layout import PAGE_BYTES, Layout, row_bytes
 from neuronpipe.plans.package.manifest import TOKENIZER, Manifest
 from neuronpipe.plans.plan.borrowed_memory import BorrowableMemory, usable_borrowed_slots
 from neuronpipe.plans.plan.document import MemoryBudget, Plan
@@ -216,7 +216,10 @@ def _used_bytes(manifest: Manifest, plan: Plan, sequences: int, sequence_tokens:
     """Return the bytes of the KV cache and of a prompt's stage that were written. Parameters are as in `peak_bytes`."""
     shape, chunk = RunShape.of(plan.compute), plan.compute.prefill_chunk_tokens
     least_width = min(vectors.width for vectors in manifest.model.cached_vectors)
-    page_tokens = max(1, PAGE_BYTES // (2 * least_width))  # of one head's keys or values, or latents
+    vector_bytes = row_bytes(shape.kv_type, least_width)  # of one head's key or value, or a latent
+    page_tokens = max(1, PAGE_BYTES // vector_bytes)
+    if shape.kv_type != "f16":  # vectors of a page begin or end in another one
+        sequence_tokens += 2 * page_tokens
     used_tokens = min(shape.context_tokens, -(-sequence_tokens // page_tokens) * page_tokens)
     used_shape = dataclasses.replace(shape, sequences=min(sequences, shape.sequences), context_tokens=used_tokens)
     (stage,) = prefill_layouts(manifest, shape, min(chunk, prompt_tokens)).values()
@@ -253,9 +256,10 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
         at_once += shape.workers * min(shape.step_tokens, OUTPUT_TOKENS)
         clusters_bytes += OUTPUT_VALUE_BYTES * layout.cluster_neurons * at_once
     participants = shape.workers + shape.prefill_threads
-    row_bytes = lib.NP_KEPT_ROWS * (embedding_row_bytes(manifest) + 2 * PAGE_BYTES) if shape.embedding_on_flash else 0
+    flash_rows = lib.NP_KEPT_ROWS if shape.embedding_on_flash else 0
+    flash_row_bytes = flash_rows * (embedding_row_bytes(manifest) + 2 * PAGE_BYTES)
     scores_bytes = 4 * ATTEND_QUERIES * shape.context_tokens
-    return tokens * token_bytes + clusters_bytes + participants * (row_bytes + scores_bytes)
+    return tokens * token_bytes + clusters_bytes + participants * (flash_row_bytes + scores_bytes)
 
 
 def min_chunk_tokens(shape: RunShape) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from neuronpipe.plans.number_format import show_number, show_range
-from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, Plan, SpeedRange
+from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, Compute, Plan, SpeedRange
 from neuronpipe.plans.plan.offloaded_blocks import show_offloaded_blocks, show_offloaded_matrices
 from neuronpipe.plans.plan.pinned_clusters import Pins, range_of_counts
 from neuronpipe.protocol.errors import safe_name
@@ -19,6 +19,11 @@ ID_CHARACTERS = 12
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 20):9.1f} MiB"
+
+
+def _kv_name(compute: Compute) -> str:
+    name = "KV cache" if compute.kv_type == "f16" else f"KV cache of {compute.kv_type}"
+    return f"{name}, states" if compute.state_slots else name
 
 
 def explain(plan: Plan) -> str:
@@ -38,7 +43,7 @@ def _decisions(plan: Plan) -> str:
         ("interpreters", memory.interpreters_bytes),
         ("grammars and templates", memory.vocabulary_bytes + memory.grammars_bytes + memory.templates_bytes),
         ("fixed tensors", memory.fixed_bytes),
-        ("KV cache, states" if compute.state_slots else "KV cache", memory.kv_bytes),
+        (_kv_name(compute), memory.kv_bytes),
         ("exchange", memory.exchange_bytes),
         ("prefill", memory.prefill_stage_bytes),
         ("private scratch", memory.private_bytes),

@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.native import lib
-from neuronpipe.plans.package.layout import PAGE_BYTES, quant_bytes
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, PAGE_BYTES, quant_bytes, row_bytes
 from neuronpipe.plans.package.layout import Layout as ClusterLayout
 from neuronpipe.plans.package.manifest import FIXED, PREDICTOR, Manifest
-from neuronpipe.plans.plan.document import DEFAULT_BACKEND, GATEWAY, Compute, Mode, Plan, backend_of
+from neuronpipe.plans.plan.document import DEFAULT_BACKEND, GATEWAY, Compute, KvType, Mode, Plan, backend_of
 from neuronpipe.plans.plan.runtime_memory import MAX_PRODUCT_NEURONS, runtime_of
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.memory.layout import Layout
 
 WORD_BYTES = 4
+KV_WORD_BYTES = 2  # of the segment of keys and values
 STATE_ELEMENT_BYTES = 4
 STATES_PER_SEQUENCE = 2  # recurrent states: a step reads one and writes the other
 MIN_SNAPSHOTS, MAX_SNAPSHOTS = 3, 8  # of recurrent states; with fewer there are no drafted tokens
@@ -49,6 +51,7 @@ class RunShape:
     accelerator_backend: str = ""
     state_slots: int = 0
     draft_tokens: int = 0
+    kv_type: KvType = "f16"
     embedding_on_flash: bool = False
 
     @classmethod
@@ -70,6 +73,7 @@ class RunShape:
             accelerator_backend=compute.accelerator_backend(),
             state_slots=compute.state_slots,
             draft_tokens=compute.draft_tokens,
+            kv_type=compute.kv_type,
             embedding_on_flash=compute.embedding_on_flash,
         )
 
@@ -100,6 +104,15 @@ def with_drafts(manifest: Manifest, shape: RunShape, draft_tokens: int, limit_by
     draft_tokens = draft_tokens if room >= draft_tokens + MIN_SNAPSHOTS else 0
     slots = STATES_PER_SEQUENCE * shape.sequences + draft_tokens + min(MAX_SNAPSHOTS, room - draft_tokens)
     return dataclasses.replace(shape, state_slots=slots, draft_tokens=draft_tokens)
+
+
+def kv_type_fault(model: ModelSpec, kv_type: KvType) -> str | None:
+    """Return why the KV cache of a model cannot have elements of this type; None if it can."""
+    widths = {vectors.width for vectors in model.cached_vectors if vectors.vectors}
+    odd = [width for width in sorted(widths) if width % GROUP_WEIGHTS]
+    if kv_type == "f16" or not odd:
+        return None
+    return f"keys have groups of {GROUP_WEIGHTS} elements, and this model's have {odd[0]} elements"
 
 
 def embedding_row_bytes(manifest: Manifest) -> int:
@@ -193,7 +206,7 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
         ),
         layouts.residency(clusters=manifest.clusters, participants=shape.workers + shape.prefill_threads),
         layouts.kv(
-            position_elements=model.position_elements,
+            position_words=row_bytes(shape.kv_type, model.position_elements) // KV_WORD_BYTES,
             sequences=shape.sequences,
             context_tokens=shape.context_tokens,
             state_slots=shape.state_slots,

@@ -14,7 +14,8 @@ from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.document import Expected, Plan
+from neuronpipe.plans.package.traffic import position_bytes
+from neuronpipe.plans.plan.document import Expected, KvType, Plan
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
 from neuronpipe.plans.planner.planner import make_plan
@@ -24,7 +25,6 @@ MAX_LOSS = 0.1  # of the speed of one sequence in a plan with room for no other
 
 MIN_CONTEXT_TOKENS = 4096
 KV_SHARE = 1 / 8  # of the memory limit, for the KV cache of all sequences
-ELEMENT_BYTES = 2
 
 
 def plan_for_sequences(
@@ -85,19 +85,19 @@ def _cost(expected: Expected) -> str:
     return f"{expected.flash_bytes_per_token / 1e6:.0f} MB from flash a token"
 
 
-def default_context(model: ModelSpec, limit_bytes: int, sequences: int) -> int:
+def default_context(model: ModelSpec, limit_bytes: int, sequences: int, kv_type: KvType = "f16") -> int:
     """Return the model's context length, halved until the KV cache of `sequences` sequences takes at most KV_SHARE of
     the limit, or until it would be below MIN_CONTEXT_TOKENS."""
     context_tokens = model.context_tokens
-    token_bytes = sequences * ELEMENT_BYTES * model.position_elements
+    token_bytes = sequences * position_bytes(model, kv_type)
     while context_tokens * token_bytes > KV_SHARE * limit_bytes and context_tokens // 2 >= MIN_CONTEXT_TOKENS:
         context_tokens //= 2
     return context_tokens
 
 
-def context_reason(model: ModelSpec, context_tokens: int, sequences: int) -> str:
+def context_reason(model: ModelSpec, context_tokens: int, sequences: int, kv_type: KvType = "f16") -> str:
     """Return why the context is shorter than the model's."""
-    kv_bytes = sequences * ELEMENT_BYTES * model.position_elements * model.context_tokens
+    kv_bytes = sequences * position_bytes(model, kv_type) * model.context_tokens
     return (
         f"a context of {context_tokens:,} tokens: the KV cache of the model's {model.context_tokens:,} would take "
         f"{kv_bytes >> 20:,} MiB, more than {KV_SHARE:.1%} of the limit; --context sets another length"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Literal
 
-from neuronpipe.plans.plan.document import Mode
+from neuronpipe.plans.plan.document import KvType, Mode
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -75,6 +75,7 @@ class PlanOptions:
     mode: Mode | None = None
     without: frozenset[Technique] = frozenset()
     baseline: Baseline | None = None
+    kv_type: KvType = "f16"  # as in `Compute`
     hints: bool = False  # exact mode reads early what the package's predictor or routers will probably choose
     prompt_cache_bytes: int = 0  # as in `Flash`
     bundle: bool | None = None  # both parts of a cluster are read together

@@ -15,6 +15,8 @@ def mode_reasons(manifest: Manifest, shape: RunShape, options: PlanOptions, rate
     reasons = [_mode_reason(manifest, shape.mode, rates)]
     if shape.hints:
         reasons.append("hints: what will probably be wanted is asked for before it is certain, by request")
+    if shape.kv_type != "f16":
+        reasons.append(f"keys and values are rounded to {shape.kv_type}, by request; results differ a little")
     if (note := unmeasured_predictor(manifest, shape.mode)) is not None:
         reasons.append(note)
     if options.baseline is not None:

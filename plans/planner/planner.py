@@ -18,6 +18,7 @@ from neuronpipe.plans.plan.document import (
     VERSION,
     Compute,
     Flash,
+    KvType,
     Memory,
     MemoryBudget,
     Mode,
@@ -38,6 +39,7 @@ from neuronpipe.plans.plan.segment_sizes import (
     PARTIAL_TOKENS,
     RunShape,
     embedding_flash_bytes,
+    kv_type_fault,
     with_drafts,
 )
 from neuronpipe.plans.planner.assumptions import assumptions
@@ -139,6 +141,7 @@ class _PlanBuilder:
             logit_rows=max(8, options.sequences),
             gateways=sum(process.role == GATEWAY for process in device.processes),
             hints=self._hints(),
+            kv_type=self._kv_type(),
             prefill_backend=backend_of("prefill", device.processes),
             accelerator_backend=backend_of(ACCELERATOR, device.processes),
         )
@@ -190,6 +193,12 @@ class _PlanBuilder:
             )
         return self._options.hints
 
+    def _kv_type(self) -> KvType:
+        kv_type = self._options.kv_type
+        if (reason := kv_type_fault(self._manifest.model, kv_type)) is not None:
+            raise UserError(f"--kv-type {kv_type}: {reason}; take f16")
+        return kv_type
+
     def plan(self) -> Plan:
         fitted = self._fitted_embedding()
         manifest, shape, options = self._manifest, self._shape, self._options
@@ -214,6 +223,7 @@ class _PlanBuilder:
             pipeline="pipeline" not in options.without,
             prefetch="prefetch" not in options.without,
             hints=shape.hints,
+            kv_type=shape.kv_type,
             held_blocks=options.offloaded_blocks
             or ((shape.max_offloaded_blocks,) if shape.max_offloaded_blocks else ()),
             held_matrices=shape.offloaded_matrices,

@@ -40,6 +40,7 @@ from neuronpipe.plans.plan.segment_sizes import (
     STATES_PER_SEQUENCE,
     RunShape,
     embedding_flash_bytes,
+    kv_type_fault,
     open_clusters,
     slots_layout,
 )
@@ -154,6 +155,8 @@ class _Check:
             self._fail("compute.mode", "'thresholded', but the package has no thresholds of `profile --silent`")
         if compute.hints and (compute.mode == "predicted" or not has_hints(self._manifest)):
             self._fail("compute.hints", "are of a predictor or of routers, in exact mode")
+        if (reason := kv_type_fault(self._manifest.model, compute.kv_type)) is not None:
+            self._fail("compute.kv_type", f"{compute.kv_type!r}, but {reason}")
         step_tokens = RunShape.of(compute).step_tokens
         if compute.logit_rows < step_tokens:
             self._fail("compute.logit_rows", f"{compute.logit_rows} are too few for steps of {step_tokens} tokens")

@@ -8,16 +8,17 @@ NODE_SUMS = "; for an accelerator's blocks only the sums of tree nodes, each in 
 
 
 def kv(
-    *, position_elements: int, sequences: int, context_tokens: int, state_slots: int = 0, state_elements: int = 0
+    *, position_words: int, sequences: int, context_tokens: int, state_slots: int = 0, state_elements: int = 0
 ) -> Layout:
-    """Keys and values, as fp16: for each layer, sequence and key head first all keys, then all values; or for each
-    layer and sequence all latents. And the states of recurrent and draft layers. position_elements: elements of a
-    position, in all layers; state_slots: states; state_elements: elements of a state, in all layers."""
+    """Keys and values: for each layer, sequence and key head first all keys, then all values; or for each layer and
+    sequence all latents. Each is a row of fp16 or of q8, as the plan's `kv_type` says; a row of q8 has its fp16 scales
+    behind its quants. And the states of recurrent and draft layers. position_words: 16-bit words of a position, in all
+    layers; state_slots: states; state_elements: elements of a state, in all layers."""
     fields = Fields(
         "kv",
         4,
         {
-            "position_elements": position_elements,
+            "position_words": position_words,
             "sequences": sequences,
             "context_tokens": context_tokens,
             "state_slots": state_slots,
@@ -27,7 +28,7 @@ def kv(
     fields.add(
         "kv",
         "u16",
-        "position_elements",
+        "position_words",
         "sequences",
         "context_tokens",
         by="decode, accelerator, prefill: the positions of their step; prefill: earlier ones, for a copy_from; loader: "

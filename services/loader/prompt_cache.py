@@ -91,7 +91,7 @@ class PromptCache:
             return None
         mapping = memory.mappings["kv"]
         model = job.package.manifest.model
-        regions, engine = SlotRegions.of(mapping.layout, model.cached_vectors), engine_id()
+        regions, engine = SlotRegions.of(mapping.layout, model.cached_vectors, job.plan.compute.kv_type), engine_id()
 
         def origin(numerics: str) -> Origin:
             return Origin(

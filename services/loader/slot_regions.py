@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from neuronpipe.plans.models.attention_sizes import CachedVectors
+from neuronpipe.plans.package.layout import row_bytes
+from neuronpipe.plans.plan.document import KvType
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.memory.layout import TYPE_BYTES, Layout
 
@@ -51,17 +53,17 @@ class TokenRows:
     @property
     def signature(self) -> str:
         runs = ((len(list(layers)), size) for size, layers in itertools.groupby(self.layers))
-        return "rows " + " ".join(f"{layers}x{vectors}x{row_bytes}" for layers, (vectors, row_bytes) in runs)
+        return "rows " + " ".join(f"{layers}x{vectors}x{size_bytes}" for layers, (vectors, size_bytes) in runs)
 
     def ranges(self, slot: int, first: int, end: int) -> Iterator[ByteRange]:
         """See `Region`. Raises ValueError if the slot or a token lies outside the segment."""
         if not (0 <= slot < self.sequences and 0 <= first <= end <= self.context_tokens):
             raise ValueError(f"tokens {first} to {end} of KV slot {slot} lie outside the segment")
         layer_offset = self.offset_bytes
-        for vectors, row_bytes in self.layers:
-            vector_bytes = self.context_tokens * row_bytes
+        for vectors, size_bytes in self.layers:
+            vector_bytes = self.context_tokens * size_bytes
             for vector in range(slot * vectors, (slot + 1) * vectors):
-                yield layer_offset + vector * vector_bytes + first * row_bytes, (end - first) * row_bytes
+                yield layer_offset + vector * vector_bytes + first * size_bytes, (end - first) * size_bytes
             layer_offset += self.sequences * vectors * vector_bytes
 
 
@@ -99,11 +101,11 @@ class SlotRegions:
     regions: tuple[Region, ...]
 
     @classmethod
-    def of(cls, layout: Layout, cached_vectors: Sequence[CachedVectors]) -> SlotRegions:
+    def of(cls, layout: Layout, cached_vectors: Sequence[CachedVectors], kv_type: KvType = "f16") -> SlotRegions:
         """Return the regions of the segment `kv` with this layout. cached_vectors: the property of ModelSpec"""
         field = layout["kv"]
         _, sequences, context_tokens = field.shape
-        layers = tuple((of.vectors, of.width * TYPE_BYTES[field.type]) for of in cached_vectors)
+        layers = tuple((of.vectors, row_bytes(kv_type, of.width)) for of in cached_vectors)
         return cls((TokenRows(layers, sequences, context_tokens, field.offset_bytes),))
 
     @property

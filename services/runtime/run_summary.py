@@ -32,7 +32,7 @@ def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -
         kv_bytes=segments["kv"].layout["kv"].total_bytes,
         step_bytes=step_bytes(package, predicts=compute.mode == "predicted" or compute.hints),
         row_bytes=neuron_row_bytes(manifest),
-        position_bytes=position_bytes(model),
+        position_bytes=position_bytes(model, compute.kv_type),
         context_tokens=compute.context_tokens,
         lends=memory.has_borrowed_slots,
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from statistics import fmean
 
-from neuronpipe.native import ffi, lib
+from neuronpipe.native import ROW_TYPES, ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import DEFAULT_BACKEND
 from neuronpipe.plans.plan.segment_sizes import RunShape, prefill_layouts
@@ -160,6 +160,7 @@ class CpuBackend:
             context_tokens=compute.context_tokens,
             max_tokens=stage["residual"].shape[0],
             logit_rows=compute.logit_rows,
+            kv_type=ROW_TYPES[compute.kv_type],
             state_slots=compute.state_slots,
             window_blocks=compute.prefill_window_blocks if prefill else compute.decode_window_blocks,
             partial_tokens=stage["partials"].shape[0] // placement.job.package.manifest.model.most_active_experts,

@@ -110,6 +110,7 @@ class EngineConfig:
     prefetch: bool
     pipeline: bool
     hints: bool = False
+    kv_type: int = lib.NP_F16
     moved_scales: bool = False  # value slots hold the scales of their rows
     external_products: bool = False  # matrix products of layers are external
     product_blocks: int = 0  # blocks per external product
@@ -337,7 +338,7 @@ class Participant:
             "predicted": "uint8_t *",
             "claims": "uint32_t *",
             "drafted": "int32_t *",
-            "kv": "uint16_t *",
+            "kv": "void *",
             "slots": "uint8_t *",
             "entries": "uint32_t *",
             "window": "uint64_t *",

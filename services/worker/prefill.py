@@ -13,6 +13,8 @@ from typing import Literal
 
 from neuronpipe.native import lib
 from neuronpipe.plans.models.attention_sizes import CachedVectors
+from neuronpipe.plans.package.layout import row_bytes
+from neuronpipe.plans.plan.document import KvType
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.memory.segments import Segment
@@ -38,6 +40,7 @@ class PrefillService:
             self._worker.memory.view("kv", "kv"),
             self._worker.memory.segments["kv"],
             manifest.model.cached_vectors,
+            kv_type=compute.kv_type,
             sequences=compute.sequences,
             context_tokens=compute.context_tokens,
         )
@@ -118,8 +121,9 @@ class KeysValues:
     """The KV cache of all sequences: prefixes are copied between slots instead of computed again, and unused memory is
     freed.
 
-    view: the KV segment's array, flat: for each layer [sequences][vectors][context_tokens][width of a vector]
+    view: the KV segment's array, flat: for each layer [sequences][vectors][context_tokens][words of a vector]
     layers: the vectors of a position, for each layer
+    kv_type: the type of their elements
     """
 
     def __init__(
@@ -128,10 +132,12 @@ class KeysValues:
         segment: Segment,
         layers: Sequence[CachedVectors],
         *,
+        kv_type: KvType = "f16",
         sequences: int,
         context_tokens: int,
     ) -> None:
-        self._view, self._segment, self._layers = view, segment, layers
+        self._view, self._segment = view, segment
+        self._layers = [(count, row_bytes(kv_type, width) // view.itemsize) for count, width in layers]
         self._sequences, self._context_tokens = sequences, context_tokens
 
     def copy(self, source: int, target: int, tokens: int) -> None:

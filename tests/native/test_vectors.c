@@ -83,61 +83,81 @@ static void test_exponential(const char *isa) {
     CHECK(isnan(np_exponential(NAN)), "%s NaN", isa);
 }
 
-static void attend_case(const char *isa, size_t positions, size_t width, float spread) {
-    float *query = malloc(width * sizeof *query), *out = malloc(width * sizeof *out);
+/* An element of a row of the KV cache. */
+static double kv_value(int type, const uint8_t *row, size_t width, size_t j) {
+    uint16_t half;
+    memcpy(&half, type == NP_F16 ? row + 2 * j : row + width + j / 32 * 2, sizeof half);
+    return (type == NP_F16 ? 1.0 : (double)(int8_t)row[j]) * np_half_to_float(half);
+}
+
+static void attend_case(const char *isa, int type, size_t positions, size_t width, float spread) {
+    const size_t row_bytes = np_kv_row_bytes(type, width);
+    float *query = malloc(width * sizeof *query), *out = malloc(width * sizeof *out), *vector = malloc(width * sizeof *vector);
     float *scores = malloc((positions + 1) * sizeof *scores);
-    uint16_t *keys = malloc(positions * width * 2), *values = malloc(positions * width * 2);
+    uint8_t *keys = malloc(positions * row_bytes), *values = malloc(positions * row_bytes);
     double *weights = malloc(positions * sizeof *weights), most = -INFINITY, sum = 0;
     for (size_t j = 0; j < width; j++) query[j] = random_float();
-    for (size_t i = 0; i < positions * width; i++) {
-        keys[i] = np_float_to_half(spread * random_float());
-        values[i] = np_float_to_half(random_float());
+    for (size_t p = 0; p < positions; p++) {
+        for (size_t j = 0; j < width; j++) vector[j] = spread * random_float();
+        np_kv_store(type, vector, width, keys + p * row_bytes);
+        for (size_t j = 0; j < width; j++) vector[j] = random_float();
+        np_kv_store(type, vector, width, values + p * row_bytes);
     }
     const float scale = 1.0f / sqrtf((float)width);
     for (size_t p = 0; p < positions; p++) {
         weights[p] = 0;
-        for (size_t j = 0; j < width; j++) weights[p] += (double)query[j] * np_half_to_float(keys[p * width + j]) * scale;
+        for (size_t j = 0; j < width; j++) weights[p] += (double)query[j] * kv_value(type, keys + p * row_bytes, width, j) * scale;
         most = fmax(most, weights[p]);
     }
     for (size_t p = 0; p < positions; p++) sum += weights[p] = exp(weights[p] - most);
-    np_attend(&(np_attend_job){.queries = query, .heads = 1, .tokens = 1, .keys = keys, .values = values, .positions = positions,
+    np_attend(&(np_attend_job){.queries = query, .heads = 1, .tokens = 1, .keys = keys, .values = values, .type = type, .positions = positions,
                                .width = width, .scale = scale, .scores = scores, .out = out});
     for (size_t j = 0; j < width; j++) {
         double want = 0;
-        for (size_t p = 0; p < positions; p++) want += weights[p] / sum * np_half_to_float(values[p * width + j]);
+        for (size_t p = 0; p < positions; p++) want += weights[p] / sum * kv_value(type, values + p * row_bytes, width, j);
         /* A score's rounding error is an error of the same absolute size in the logarithm of its weight. */
-        CHECK(fabs(out[j] - want) <= 2e-6 * (1 + spread), "%s positions %zu width %zu [%zu]: %.8g, want %.8g", isa, positions,
+        CHECK(fabs(out[j] - want) <= 2e-6 * (1 + spread), "%s type %d positions %zu width %zu [%zu]: %.8g, want %.8g", isa, type, positions,
               width, j, out[j], want);
     }
-    free(query), free(out), free(scores), free(keys), free(values), free(weights);
+    free(query), free(out), free(vector), free(scores), free(keys), free(values), free(weights);
 }
 
 static void test_attend(const char *isa) {
-    for (size_t positions = 1; positions <= 40; positions++) attend_case(isa, positions, 32, 1.0f);
-    attend_case(isa, 1000, 128, 1.0f);
-    attend_case(isa, 333, 80, 30.0f); /* scores far apart: most weights vanish */
-    attend_case(isa, 17, 46, 1.0f);
+    for (int type = NP_F16; type <= NP_Q8; type++) {
+        for (size_t positions = 1; positions <= 40; positions++) attend_case(isa, type, positions, 32, 1.0f);
+        attend_case(isa, type, 1000, 128, 1.0f);
+        attend_case(isa, type, 200, 576, 1.0f);
+        attend_case(isa, type, 70, 1056, 1.0f);     /* wider than what vectors are for */
+        attend_case(isa, type, 333, 96, 30.0f); /* scores far apart: most weights vanish */
+    }
+    attend_case(isa, NP_F16, 333, 80, 30.0f);
+    attend_case(isa, NP_F16, 17, 46, 1.0f);
 }
 
 /* Tokens and heads that share keys have the bits of a head of a token alone, whatever their number, the window and the
  * chunks of positions. */
 static void test_attend_together(const char *isa) {
-    enum { HEADS = 11, TOKENS = 19, POSITIONS = 230, WIDTH = 80, STRIDE = HEADS * WIDTH + 3 };
+    enum { HEADS = 11, TOKENS = 19, POSITIONS = 230, WIDTH = 96, STRIDE = HEADS * WIDTH + 3 };
     static float queries[TOKENS][STRIDE], together[TOKENS][STRIDE], alone[WIDTH], scores[NP_ATTEND_QUERIES * (POSITIONS + 1)];
     static uint16_t keys[POSITIONS * WIDTH], values[POSITIONS * WIDTH];
+    static float vector[WIDTH];
     static const size_t firsts[] = {1, 2, 60, 64, POSITIONS - TOKENS + 1}, windows[] = {0, 1, 5, 64, 1000};
     float sinks[HEADS];
     for (int t = 0; t < TOKENS; t++)
         for (int j = 0; j < STRIDE; j++) queries[t][j] = random_float();
     for (int h = 0; h < HEADS; h++) sinks[h] = random_float();
-    for (int i = 0; i < POSITIONS * WIDTH; i++)
-        keys[i] = np_float_to_half(random_float()), values[i] = np_float_to_half(random_float());
-    for (size_t width = 46; width <= WIDTH; width += WIDTH - 46)
+    for (size_t width = 46; width <= WIDTH; width += WIDTH - 46) {
+        const int type = width % 32 ? NP_F16 : NP_Q8;
+        const size_t row_bytes = np_kv_row_bytes(type, width);
+        for (int i = 0; i < 2 * POSITIONS; i++) {
+            for (size_t j = 0; j < width; j++) vector[j] = random_float();
+            np_kv_store(type, vector, width, (uint8_t *)(i % 2 ? keys : values) + (size_t)(i / 2) * row_bytes);
+        }
         for (size_t tokens = 1; tokens <= TOKENS; tokens += tokens < 5 ? 1 : 7)
             for (size_t heads = 1; heads <= HEADS; heads += heads < 4 ? 3 : 7)
                 for (int variant = 0; variant < 10; variant++) {
                     np_attend_job job = {
-                        .queries = queries[0], .token_stride = STRIDE, .heads = heads, .tokens = tokens, .keys = keys, .values = values,
+                        .queries = queries[0], .token_stride = STRIDE, .heads = heads, .tokens = tokens, .keys = keys, .values = values, .type = type,
                         .positions = firsts[variant % 5], .window = windows[(variant + tokens) % 5], .width = width, .scale = 0.3f,
                         .score_cap = variant % 2 ? 1.5f : 0.0f, .sinks = variant % 3 ? sinks : NULL, .scores = scores, .out = together[0]};
                     np_attend(&job);
@@ -146,13 +166,41 @@ static void test_attend_together(const char *isa) {
                             np_attend_job one = job;
                             const size_t to = job.positions + t, from = job.window && to > job.window ? to - job.window : 0;
                             one.queries = queries[t] + h * width, one.out = alone, one.heads = one.tokens = 1, one.window = 0;
-                            one.keys += from * width, one.values += from * width, one.positions = to - from;
+                            one.keys = (const uint8_t *)job.keys + from * row_bytes, one.values = (const uint8_t *)job.values + from * row_bytes;
+                            one.positions = to - from;
                             if (one.sinks) one.sinks += h;
                             np_attend(&one);
                             CHECK(memcmp(together[t] + h * width, alone, width * sizeof *alone) == 0,
                                   "%s head %zu of %zu, token %zu of %zu, positions %zu, window %zu", isa, h, heads, t, tokens, to, job.window);
                         }
                 }
+    }
+}
+
+/* Rows of q8 are as near to what was stored as the scale of each group says. A group with an element that is not finite,
+ * or too large for fp16, has no finite elements. */
+static void test_stored_q8(const char *isa) {
+    enum { WIDTH = 64, ROW_BYTES = WIDTH + WIDTH / 32 * 2 };
+    float stored[WIDTH], scores[2 * NP_ATTEND_QUERIES], query[32] = {1.0f}, wild[32] = {1.0f}, out[32];
+    uint8_t row[ROW_BYTES];
+    CHECK(np_kv_row_bytes(NP_Q8, WIDTH) == ROW_BYTES && !np_kv_row_bytes(NP_Q8, 80) && !np_kv_row_bytes(NP_Q4, WIDTH), "bytes of a row");
+    for (int repetition = 0; repetition < 100; repetition++) {
+        for (int j = 0; j < WIDTH; j++) stored[j] = random_float() * (j < 32 ? 300.0f : 1e-2f) * (repetition != 0);
+        np_kv_store(NP_Q8, stored, WIDTH, row);
+        for (int first = 0; first < WIDTH; first += 32) {
+            double most = 0;
+            for (int j = first; j < first + 32; j++) most = fmax(most, fabs(stored[j]));
+            for (int j = first; j < first + 32; j++)
+                CHECK(fabs(kv_value(NP_Q8, row, WIDTH, (size_t)j) - stored[j]) <= most / 127 * 0.51, "%s element %d of %g", isa, j, stored[j]);
+        }
+    }
+    for (int kind = 0; kind < 3; kind++) {
+        wild[5] = kind == 0 ? NAN : kind == 1 ? -INFINITY : 3e38f;
+        np_kv_store(NP_Q8, wild, 32, row);
+        np_attend(&(np_attend_job){.queries = query, .heads = 1, .tokens = 1, .type = NP_Q8, .keys = row, .values = row, .positions = 1, .width = 32,
+                                   .scale = 1.0f, .scores = scores, .out = out});
+        CHECK(!isfinite(out[0]), "%s a group with %g reads as %g", isa, wild[5], out[0]);
+    }
 }
 
 static void test_soft_cap(const char *isa) {
@@ -239,6 +287,7 @@ static void test_isa(const char *isa) {
     test_exponential(isa);
     test_attend(isa);
     test_attend_together(isa);
+    test_stored_q8(isa);
     test_soft_cap(isa);
     test_capped_attend(isa);
     test_sums(isa);

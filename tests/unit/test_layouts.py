@@ -12,7 +12,7 @@ length = st.integers(1, 100)
 some_layout = st.one_of(
     st.builds(layouts.residency, clusters=length, participants=length, ring_entries=length),
     st.builds(layouts.board, processes=length, sequences=length),
-    st.builds(layouts.kv, position_elements=length, sequences=length, context_tokens=length),
+    st.builds(layouts.kv, position_words=length, sequences=length, context_tokens=length),
     st.builds(
         layouts.exchange,
         tokens=length,

@@ -70,7 +70,7 @@ def read(path: Path, key: str = KEY, tokens: tuple[int, ...] = TOKENS) -> bytes:
 # ---- which bytes ---------------------------------------------------------------------------------------------
 def test_the_pieces_of_all_slots_and_tokens_cover_the_segment_once() -> None:
     vectors = [CachedVectors(4, 5), CachedVectors(0, 5), CachedVectors(2, 7)]  # of layers that differ
-    layout = layouts.kv(position_elements=34, sequences=2, context_tokens=10)
+    layout = layouts.kv(position_words=34, sequences=2, context_tokens=10)
     regions, field = SlotRegions.of(layout, vectors), layout["kv"]
     covered = sorted(
         piece for slot in range(2) for first in (0, 4, 8) for piece in regions.ranges(slot, first, min(first + 4, 10))
@@ -81,8 +81,8 @@ def test_the_pieces_of_all_slots_and_tokens_cover_the_segment_once() -> None:
 
 
 def test_tokens_have_as_many_bytes_in_every_run_of_a_package() -> None:
-    narrow = SlotRegions.of(layouts.kv(position_elements=96, sequences=1, context_tokens=64), [CachedVectors(4, 8)] * 3)
-    wide = SlotRegions.of(layouts.kv(position_elements=96, sequences=5, context_tokens=999), [CachedVectors(4, 8)] * 3)
+    narrow = SlotRegions.of(layouts.kv(position_words=96, sequences=1, context_tokens=64), [CachedVectors(4, 8)] * 3)
+    wide = SlotRegions.of(layouts.kv(position_words=96, sequences=5, context_tokens=999), [CachedVectors(4, 8)] * 3)
     assert narrow.signature == wide.signature
     assert [size for _, size in narrow.ranges(0, 3, 9)] == [size for _, size in wide.ranges(4, 900, 906)]
     assert narrow.total_bytes(6) == 3 * 4 * 6 * 8 * 2
@@ -90,7 +90,7 @@ def test_tokens_have_as_many_bytes_in_every_run_of_a_package() -> None:
 
 @pytest.mark.parametrize(("slot", "first", "end"), [(2, 0, 1), (-1, 0, 1), (0, 5, 11), (0, 6, 5)])
 def test_tokens_outside_the_segment_have_no_bytes(slot: int, first: int, end: int) -> None:
-    layout = layouts.kv(position_elements=1, sequences=2, context_tokens=10)
+    layout = layouts.kv(position_words=1, sequences=2, context_tokens=10)
     regions = SlotRegions.of(layout, [CachedVectors(1, 1)])
     with pytest.raises(ValueError, match="outside"):
         regions.ranges(slot, first, end)

@@ -155,7 +155,7 @@ def keys_values_of() -> Iterator[Callable[..., tuple[KeysValues, memoryview]]]:
         def make(layers: int, vector_width: int, **shape: int) -> tuple[KeysValues, memoryview]:
             vectors = [CachedVectors(4, vector_width)] * layers
             elements = layers * 4 * vector_width
-            segment = stack.enter_context(Segment.create(layouts.kv(position_elements=elements, **shape)))
+            segment = stack.enter_context(Segment.create(layouts.kv(position_words=elements, **shape)))
             view = stack.enter_context(segment.map(writable=True)).view("kv")
             view[:] = array("H", [1 + place % 65535 for place in range(len(view))])
             return KeysValues(view, segment, vectors, **shape), view

@@ -32,7 +32,7 @@ class Fixture:
 
     def __init__(self, folder: Path, budget_bytes: int = 1 << 20, context: int = CONTEXT) -> None:
         elements = LAYERS * VECTORS * WIDTH
-        layout = layouts.kv(position_elements=elements, sequences=SLOTS, context_tokens=context)
+        layout = layouts.kv(position_words=elements, sequences=SLOTS, context_tokens=context)
         self.regions = SlotRegions.of(layout, [CachedVectors(VECTORS, WIDTH)] * LAYERS)
         self.memory = bytearray(layout.total_bytes)
         self.folder = PrefixFolder(folder, budget_bytes)

@@ -94,6 +94,7 @@ void Job::read_plan()
     threads = number(plan_, "compute/prefill_threads");
     sequences = number(plan_, "compute/sequences");
     logit_rows = number(plan_, "compute/logit_rows");
+    kv_type = choice(plan_, "compute/kv_type", {{"f16", NP_F16}, {"q8", NP_Q8}});
     window_blocks = number(plan_, "compute/prefill_window_blocks");
     spin_us_ = number(plan_, "compute/spin_us");
     prefetch_ = json_truth(plan_, "compute/prefetch");
@@ -178,7 +179,8 @@ np_shared Job::shared(uint32_t number) const
     view.barrier = elements<np_barrier>(stage_, "barriers", 1);
     view.logits = elements<float>(exchange_, "logits", static_cast<size_t>(logit_rows) * s.vocabulary);
     view.epoch = elements<uint32_t>(exchange_, "epoch", 1);
-    view.kv = elements<uint16_t>(kv_segment_, "kv", static_cast<size_t>(s.layers) * sequences * s.key_heads * 2 * s.context_tokens * s.head_width);
+    const size_t kv_rows = static_cast<size_t>(s.layers) * sequences * s.key_heads * 2 * s.context_tokens;
+    view.kv = elements<uint16_t>(kv_segment_, "kv", kv_rows * np_kv_row_bytes(kv_type, s.head_width) / sizeof(uint16_t));
     view.entries[NP_TRIGGER] = elements<uint32_t>(residency_, "trigger_entries", clusters);
     view.entries[NP_VALUE] = elements<uint32_t>(residency_, "value_entries", clusters);
     view.window = elements<uint64_t>(residency_, "windows", windows_) + window;
@@ -205,6 +207,7 @@ np_engine_config Job::config(uint32_t product_blocks) const
     c.sequences = sequences;
     c.max_tokens = max_tokens;
     c.logit_rows = logit_rows;
+    c.kv_type = kv_type;
     c.window_blocks = window_blocks;
     c.product_blocks = product_blocks;
     c.spin_us = spin_us_;
@@ -338,5 +341,5 @@ Job::Job() : run_directory(run_environment("RUN"))
     claims = first.claims;
     claims_bytes = segment_field_bytes(&stage_, "claims");
     barrier = first.barrier;
-    kv = first.kv;
+    kv = static_cast<uint8_t *>(first.kv);
 }

@@ -31,7 +31,8 @@ public:
     uint32_t *claims;
     size_t claims_bytes;
     np_barrier *barrier;
-    uint16_t *kv;
+    int kv_type;                  /* NP_F16 or NP_Q8 */
+    uint8_t *kv;
     std::vector<float> inputs, outputs; /* of external products */
 
     /* Wait until the loader has verified and sealed the fixed tensors, and find them. */

@@ -117,13 +117,14 @@ static bool parse_prefill(const Job &job, const uint8_t *map, size_t bytes, Pref
 static void copy_keys_and_values(const Job &job, const Prefill &p)
 {
     const np_shape &s = job.shape;
-    const size_t stride = static_cast<size_t>(s.context_tokens) * s.head_width, halves = 2 * static_cast<size_t>(s.key_heads);
+    const size_t row_bytes = np_kv_row_bytes(job.kv_type, s.head_width);
+    const size_t stride = s.context_tokens * row_bytes, halves = 2 * static_cast<size_t>(s.key_heads);
     for (size_t layer = 0; layer < s.layers; layer++)
         for (size_t half = 0; half < halves; half++) {
             const size_t first = layer * job.sequences * halves + half;
             memmove(job.kv + (first + static_cast<size_t>(p.sequence) * halves) * stride,
                     job.kv + (first + static_cast<size_t>(p.copy_from) * halves) * stride,
-                    static_cast<size_t>(p.position) * s.head_width * sizeof(uint16_t));
+                    static_cast<size_t>(p.position) * row_bytes);
         }
 }
 
