@@ -47,18 +47,20 @@ class TextNotSplit(UserError):
 class BytePairTokens:
     """The tokens of a tokenizer.json whose model is a byte-pair encoding."""
 
-    def __init__(self, tables: Any, splitter: Any, whole: dict[str, Any], *, is_local: bool) -> None:
+    def __init__(
+        self, tables: Any, splitter: Any, whole: dict[str, Any], *, dropped_bytes: frozenset[int] | None
+    ) -> None:
         """tables: the native library's np_vocabulary
         splitter: the library's tokenizer with single characters
         whole: the tokenizer.json, without vocabulary and merges
-        is_local: long texts may be split into blocks
+        dropped_bytes: long texts without these bytes may be split into blocks; None: no text may
         """
         self._tables, self._splitter = tables, splitter
         self.decoder, self.added = splitter.decoder, splitter.get_added_tokens_decoder()
         # The library has the names of added tokens as it has normalized them.
         self._added_names: dict[int, str] = {token: splitter.id_to_token(token) for token in self.added}
         self._special = {token.content for token in self.added.values() if token.special}
-        self._whole_words, self._is_local = bool(whole["model"].get("ignore_merges")), is_local
+        self._whole_words, self._dropped_bytes = bool(whole["model"].get("ignore_merges")), dropped_bytes
         self._word_marks = word_marks(whole)
 
     @classmethod
@@ -77,13 +79,13 @@ class BytePairTokens:
             return None
         try:
             whole = json.loads(remainder)
-            small, is_local = _single_characters(whole, vocabulary)
+            small, dropped_bytes = _single_characters(whole, vocabulary)
             if _automaton_bytes(whole) > max_bytes:
                 return None
             splitter = open_tokenizer(json.dumps(small).encode(), "tokenizer.json")
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError, UserError):
             return None  # the library has the last word about what a tokenizer.json is
-        return cls(vocabulary, splitter, whole, is_local=is_local)
+        return cls(vocabulary, splitter, whole, dropped_bytes=dropped_bytes)
 
     @property
     def ids(self) -> int:
@@ -105,15 +107,24 @@ class BytePairTokens:
 
     def encode(self, text: str, *, frame: bool) -> list[int]:
         """Return the token ids of a text, as `Tokenizer.encode`. Raises TextNotSplit."""
-        if len(text) > text_blocks.BLOCK_CHARACTERS and self._is_local:
+        if len(text) > text_blocks.BLOCK_CHARACTERS and self._splits(text):
             try:
                 return self._encoded_in_blocks(text, frame=frame)
             except NoPlace:
                 pass
         if len(text) > MAX_WHOLE_CHARACTERS:
-            raise TextNotSplit("the text is long, and this tokenizer splits no part of it by itself; send less of it")
+            raise TextNotSplit(
+                "the text is long, and this tokenizer has no place to split it, or no token for a character of it; "
+                "send less of it"
+            )
         encoding = self._split(text, frame=frame)
         return list(self._merged(array("I", encoding.ids), _word_starts(encoding)))
+
+    def _splits(self, text: str) -> bool:
+        """Return True if a text may be split into blocks."""
+        if not self._dropped_bytes:
+            return self._dropped_bytes is not None
+        return self._dropped_bytes.isdisjoint(text.encode(errors="replace"))
 
     def _encoded_in_blocks(self, text: str, *, frame: bool) -> list[int]:
         """Return the token ids of a text. Raises NoPlace."""
@@ -195,9 +206,9 @@ def _automaton_bytes(whole: dict[str, Any]) -> int:
     return sum(contents) * (FULL_STATE_BYTES if len(contents) <= MAX_FULL_PATTERNS else STATE_BYTES)
 
 
-def _single_characters(whole: dict[str, Any], tables: Any) -> tuple[dict[str, Any], bool]:
+def _single_characters(whole: dict[str, Any], tables: Any) -> tuple[dict[str, Any], frozenset[int] | None]:
     """Return the tokenizer.json with a vocabulary of characters, bytes, the unknown and added tokens, without merges,
-    and whether it `splits_locally`. Raises ValueError if its symbols would not become the library's tokens.
+    and what `splits_locally` returns. Raises ValueError if its symbols would not become the library's tokens.
 
     whole: the tokenizer.json, without vocabulary and merges
     """
@@ -217,7 +228,7 @@ def _single_characters(whole: dict[str, Any], tables: Any) -> tuple[dict[str, An
     names: dict[str, int] = {str(_name(tables, ids[place])): ids[place] for place in characters}
     special = bytes_names + ([] if unknown is None else [unknown])
     names |= {name: token for name in special if (token := _token(tables, name)) is not None}
-    is_local = splits_locally(whole, names)
+    dropped_bytes = splits_locally(whole, names)
     vocabulary, largest_added = lib.np_vocabulary_tokens(tables), -1
     if len({token["content"] for token in added}) < len(added):
         raise ValueError("two added tokens have one name")
@@ -231,4 +242,4 @@ def _single_characters(whole: dict[str, Any], tables: Any) -> tuple[dict[str, An
             raise ValueError(f"the model would take added token {declared} for its own")
         names[content] = declared
         largest_added = max(largest_added, declared)
-    return whole | {"model": model | {"vocab": names, "merges": [], "ignore_merges": False}}, is_local
+    return whole | {"model": model | {"vocab": names, "merges": [], "ignore_merges": False}}, dropped_bytes

@@ -27,6 +27,11 @@ NOT_LOCAL = re.compile(r"\(\?[=<]|\(\?!(?!\\S\))|\\[bBAzZGK]|\$|\^")
 CLASS_OR_ESCAPE = re.compile(r"(\\.)|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
+# Bytes of control characters and of planes 4 to 16, which no normalization makes of other characters, and those that
+# occur in no text. Vocabularies made from a corpus lack some of them: SmolLM2's has 21 bytes less.
+RARE_BYTES = frozenset((*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)))
+
+
 class NoPlace(Exception):
     """Two blocks have no place from which the second continues the first."""
 
@@ -76,20 +81,30 @@ def word_marks(whole: dict[str, Any]) -> frozenset[str] | None:
     return frozenset(marks)
 
 
-def splits_locally(whole: dict[str, Any], names: dict[str, int]) -> bool:
-    """Return True if a tokenizer.json treats each place of a text by what is less than the overlap away.
+def bytes_by_character() -> dict[str, int]:
+    """Return the byte of each character of the byte-level alphabet: a printable byte is its own character, the others
+    follow from U+0100 on, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
+
+
+def splits_locally(whole: dict[str, Any], names: dict[str, int]) -> frozenset[int] | None:
+    """Return the bytes without which a tokenizer.json treats each place of a text by what is less than the overlap
+    away: those that it has no token for. None if it treats no text like that.
 
     names: tokens of single characters and bytes
     """
     normalizers = list(steps_of(whole.get("normalizer"), "normalizers"))
     pre_tokenizers = list(steps_of(whole.get("pre_tokenizer"), "pretokenizers"))
     longest = max((len(token["content"]) for token in whole.get("added_tokens") or []), default=0)
-    return (
+    is_local = (
         all(_is_local_normalizer(step, at_marks=word_marks(whole) is not None) for step in normalizers)
         and all(_is_local_pre_tokenizer(step) for step in pre_tokenizers)
         and longest <= OVERLAP_CHARACTERS // 4
-        and _keeps_characters(whole["model"], names, [step["type"] for step in (*normalizers, *pre_tokenizers)])
     )
+    steps = [step["type"] for step in (*normalizers, *pre_tokenizers)]
+    return _dropped_bytes(whole["model"], names, steps) if is_local else None
 
 
 def blocks(text: str, symbols_of: Callable[[str, int], Symbols], marks: frozenset[str] | None) -> Iterator[Symbols]:
@@ -201,12 +216,13 @@ def _is_local_pre_tokenizer(step: dict[str, Any]) -> bool:
     )
 
 
-def _keeps_characters(model: dict[str, Any], names: dict[str, int], steps: list[str]) -> bool:
-    """Return True if each character becomes a symbol: the library's offsets are wrong behind one that does not."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
+def _dropped_bytes(model: dict[str, Any], names: dict[str, int], steps: list[str]) -> frozenset[int] | None:
+    """Return the bytes that become no symbol: the library's offsets are wrong behind one. None if it is not known which
+    texts have them, once they are normalized."""
     if model.get("unk_token") is not None:
-        return True
+        return frozenset()
     if model.get("byte_fallback"):
-        return all(f"<0x{byte:02X}>" in names for byte in range(256))
-    return "ByteLevel" in steps and all(character in names for character in ByteLevel.alphabet())
+        return frozenset() if all(f"<0x{byte:02X}>" in names for byte in range(256)) else None
+    dropped = frozenset(byte for character, byte in bytes_by_character().items() if character not in names)
+    is_known = "ByteLevel" in steps and (not dropped or (dropped <= RARE_BYTES and "Replace" not in steps))
+    return dropped if is_known else None

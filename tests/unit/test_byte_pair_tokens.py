@@ -162,6 +162,26 @@ def test_the_patterns_of_published_tokenizers_allow_blocks(monkeypatch: pytest.M
     require_equal(opened(library), "the answer's 1234 $^ [yes]\n\n  no " * 40)
 
 
+def test_a_vocabulary_without_rare_bytes_allows_blocks_for_texts_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2's vocabulary lacks 21 bytes: texts of more than 16,384 characters were refused."""
+    whole = json.loads(KINDS["GPT-2"]())
+    alphabet = text_blocks.bytes_by_character()
+    lacking = {character for character, byte in alphabet.items() if byte in (0x04, 0xC0, 0xF1, 0xFF)}
+    vocabulary = sorted(set(whole["model"]["vocab"]) - lacking, key=whole["model"]["vocab"].__getitem__)
+    model = {"vocab": {name: token for token, name in enumerate(vocabulary)}}
+    whole["added_tokens"], whole["post_processor"] = [], None
+    both = opened(Tokenizer.from_str(json.dumps(whole | {"model": whole["model"] | model})))
+    small_blocks(monkeypatch)
+    require_equal(both, "the answer\x04 is \U00040000yes " * 40)
+    monkeypatch.setattr(byte_pair_tokens, "MAX_WHOLE_CHARACTERS", 0)
+    require_equal(both, "the answer \x05is yes\n\U00030000🙂 " * 40)
+    for dropped in "\x04\U00040000":
+        with pytest.raises(TextNotSplit):
+            both[0].encode("the answer is yes " * 40 + dropped, frame=False)
+    usual = whole["model"] | {"vocab": {name: token for name, token in model["vocab"].items() if name != "e"}}
+    assert text_blocks.splits_locally(whole | {"model": usual}, usual["vocab"]) is None
+
+
 def test_a_word_that_is_longer_than_an_overlap_does_not_end_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Tokenizer.from_str(KINDS["GPT-2"]())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 
 from neuronpipe.native import lib
 from neuronpipe.plans.package.byte_pair_tokens import BytePairTokens
+from neuronpipe.plans.package.text_blocks import bytes_by_character
 from neuronpipe.plans.package.tokenizer import open_tokenizer, panics_are_errors
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -128,14 +129,6 @@ class FileTokenizer:
         return Spelling.of(self.tokens.decoder, self.tokens.added)
 
 
-def _bytes_by_character() -> dict[str, int]:
-    """Return the byte of each character of the byte-level alphabet: a printable byte is its own character, the others
-    follow from U+0100 on, in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
-
-
 @frozen(kw_only=True)
 class Spelling:
     """The rules by which the file's decoder turns names into bytes.
@@ -166,7 +159,7 @@ class Spelling:
             elif step.get("type") == "Replace" and "String" in step["pattern"]:
                 replaced[step["pattern"]["String"]] = step["content"]
         return cls(
-            alphabet=_bytes_by_character() if "ByteLevel" in kinds else None,
+            alphabet=bytes_by_character() if "ByteLevel" in kinds else None,
             byte_names="ByteFallback" in kinds,
             replaced=replaced,
             plain=frozenset(token.content for token in added.values()),
