@@ -37,8 +37,6 @@ ASSUMED_READ_FACTOR, ASSUMED_READ_DELAY_US = 3.0, 200.0
 ASSUMED_TOKEN_WEIGHTS_PER_S = 50e9
 # Fixed cost of a panel, in tokens: an EPYC reaches 137, 257 and 321 G with 16, 64 and 512 tokens.
 PANEL_TOKENS_OF_SETUP = 16
-# Up to this share of active neurons, reused rows are measured with one token; with all, Downs are added for several.
-SINGLE_TOKEN_SHARE = 0.5
 # Multiplications by f16 keys and values in a prompt's attention, for each core.
 ASSUMED_ATTENDED_PER_S = 20e9
 # Time of a core for each gate of each token of a prompt, measured by perf with a 1B on an EPYC with AVX-512.
@@ -170,18 +168,15 @@ class WorkCost:
         return 1e3 * token_weights / (speed or self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S)
 
     def attention_ms(self, products: float) -> float:
-        """Return the time of a prompt's attention, with f16 rows that the token before has left in the cache.
+        """Return the time of a prompt's attention, whose keys and values the head before has left in the cache.
 
         products: components of keys and values that are multiplied, summed over heads and tokens
         """
-
-        def seconds_per_product(profile: DeviceProfile) -> float:
-            rows: dict[str, Any] = {"quantization": "f16", "row_weights": self.manifest.model.cached_width}
-            speed, share = profile.reused_token_weights_per_s, SINGLE_TOKEN_SHARE
-            return 0.5 / speed("ups", self.workers, share, **rows) + 0.5 / speed("downs", self.workers, share, **rows)
-
-        each_s = self._measured(seconds_per_product)
-        return 1e3 * products * (each_s or 1 / (self.workers * ASSUMED_ATTENDED_PER_S))
+        rows: dict[str, Any] = {"quantization": "f16", "row_weights": self.manifest.model.cached_width}
+        speed = self._measured(
+            lambda profile: profile.reused_token_weights_per_s("attended", self.workers, 1.0, **rows)
+        )
+        return 1e3 * products / (speed or self.workers * ASSUMED_ATTENDED_PER_S)
 
     def gates_ms(self, gates: float) -> float:
         """Return the time to decide for each of `gates` products whether it is active, and to list active gates; in

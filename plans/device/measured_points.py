@@ -20,7 +20,7 @@ ups, downs: the Up and Down rows of the neurons that fired
 predicted_*: the rows of the neurons that a predictor chose; their value parts are prefetched with the triggers
 """
 
-ReusedKind = Literal["ups", "downs"]
+ReusedKind = Literal["ups", "downs", "attended"]
 StepMode = Literal["exact", "predicted"]
 # Maximum of a speed in company, as a share of the speed alone. More than 1 means that the measurement alone was
 # disturbed.
@@ -106,10 +106,11 @@ class PanelPoint:
 
 @frozen(kw_only=True)
 class ReusedPoint:
-    """Speed of prefill's products with value rows, of all workers together: tokens x weights per second.
+    """Speed of prefill's products with value rows, or with keys and values, of all workers together: tokens x weights,
+    or heads x elements, per second.
 
-    The rows are still in the processor's cache, since the previous token used them. With a share of 1, Downs are added
-    for several tokens at once.
+    The rows are still in the processor's cache, since the previous token or head used them. With a share of 1, Downs
+    are added for several tokens at once.
     """
 
     kind: ReusedKind

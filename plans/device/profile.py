@@ -44,7 +44,7 @@ from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 8  # kernels of profiles before were measured in memory without huge pages
+VERSION = 9  # profiles before have no attention
 MAX_PROFILE_BYTES = 16 << 20
 MAX_POINTS = 2048  # of one list: reports have a row or a column for each
 MAX_TIME_S = 1 << 36  # since 1970: the year 4147

@@ -5,6 +5,7 @@
     matrix      rows of a whole matrix
     panel       triggers of a block times many tokens; times a few, rows in order
     reused      value rows that are still in the cache from the previous token
+    attended    keys and values of a prompt, which are still in the cache from the previous head
 
 A repetition lasts some milliseconds and continues where the last one ended, so that its rows are in no cache. Its speed
 is that of the median call, so that calls that the system interrupts do not count. The time of an empty call from Python
@@ -49,13 +50,16 @@ DIFFERENT_VECTORS = 16  # of activations: more take Python longer than a brief m
 MIN_CALLS = 2  # in a repetition
 EMPTY_CALLS = 200
 
-CaseKind = Literal["exact", "predicted", "matrix", "panel", "reused"]
+ATTENDED_POSITIONS, ATTENDED_WIDTH = 512, 128
+
+CaseKind = Literal["exact", "predicted", "matrix", "panel", "reused", "attended"]
 KINDS = {
     "exact": ("triggers", "ups", "downs"),
     "predicted": ("predicted_triggers", "predicted_ups", "predicted_downs"),
     "matrix": ("matrix",),
     "panel": ("panel",),
     "reused": ("ups", "downs"),
+    "attended": ("attended",),
 }
 """The kinds of points that a case measures, in the order of its figures."""
 
@@ -77,8 +81,11 @@ class Case:
     amount: float
 
 
+ATTENTION = Case("attended", "f16", ATTENDED_WIDTH, ALL_FIRE)
+
+
 def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case, ...]:
-    """Return the cases of a device profile, for these pairs of quantization and row width."""
+    """Return the cases of a device profile: attention, and others for these pairs of quantization and row width."""
     amounts: tuple[tuple[CaseKind, Sequence[float]], ...] = (
         ("matrix", (1.0,)),
         ("exact", (*SHARES, ALL_FIRE)),
@@ -86,13 +93,14 @@ def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case
         ("reused", (*SHARES, ALL_FIRE)),
         ("panel", PANEL_TOKENS),
     )
-    return tuple(
+    of_shapes = (
         Case(kind, *shape, float(amount))
         for shape in shapes
         for kind, kind_amounts in amounts
         for amount in kind_amounts
         if shape[0] != "q3" or kind in ("exact", "predicted", "panel")
     )
+    return (*of_shapes, ATTENTION)
 
 
 def profile_cases(manifest: Manifest) -> tuple[Case, ...]:
@@ -131,7 +139,7 @@ def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
             for kind in of_rows
             for amount in amounts.get(kind, shares[:1])
         ),
-        Case("reused", "f16", 4096, shares[0]),  # attention of prompts
+        ATTENTION,
     )
 
 
@@ -140,12 +148,13 @@ def kernel_cases_of_all(manifests: Iterable[Manifest]) -> tuple[Case, ...]:
     that of the attention of prompts."""
     cases: dict[Case, None] = {}
     for manifest, case in ((of, case) for of in manifests for case in kernel_cases(of)):
+        if case == ATTENTION:
+            cases[case] = None
+            continue
         shared = dataclasses.replace(case, amount=max(case.amount, SHARES[-1]))
         if manifest.model.all_neurons_fire and case.kind == "exact" and case.amount < ALL_FIRE:
             continue
-        if case.quantization == "f16":
-            cases[shared] = None
-        elif case.kind in ("matrix", "exact", "panel") or case.amount == ALL_FIRE:
+        if case.kind in ("matrix", "exact", "panel") or case.amount == ALL_FIRE:
             cases[dataclasses.replace(shared, row_weights=SHARED_ROW_WEIGHTS)] = None
     return tuple(cases)
 
@@ -199,7 +208,7 @@ def _point(case: Case, kind: str, workers: int, core: Kind | None, figure: Figur
         return PanelPoint(tokens=int(case.amount), token_weights_per_s=figure, **place)
     share = 1.0 if kind == "triggers" else case.amount
     names: dict[str, Any] = {"kind": kind, "share": share}
-    if case.kind == "reused":
+    if case.kind in ("reused", "attended"):
         return ReusedPoint(token_weights_per_s=figure, **names, **place)
     return DecodePoint(bytes_per_s=figure, **names, **place)
 
@@ -310,6 +319,40 @@ class _Bench:
                 if repetition:
                     for number, (token_weights, ns) in enumerate(times_ns):
                         yield number, token_weights, ns
+
+        return calls
+
+    def _attended(self, neurons: Neurons, _share: float) -> Calls:
+        positions, width, queries = ATTENDED_POSITIONS, neurons.row_weights, lib.NP_ATTEND_QUERIES
+        vectors = [ffi.new("float[]", [1e-3 * (j % 17) for j in range(queries * width)]) for _ in range(2)]
+        scores = ffi.new("float[]", queries * (positions + 1))
+        content_bytes = 2 * positions * lib.np_kv_row_bytes(neurons.type, width)
+        places = max(1, self._size_bytes // content_bytes)
+        job = ffi.new(
+            "np_attend_job *",
+            {
+                "queries": vectors[0],
+                "heads": queries,
+                "tokens": 1,
+                "type": neurons.type,
+                "positions": positions,
+                "width": width,
+                "scale": 1e-3,
+                "scores": scores,
+                "out": vectors[1],
+            },
+        )
+        clock, attend, keep = time.perf_counter_ns, lib.np_attend, (vectors, scores)
+
+        def calls(block: int) -> Iterator[tuple[int, float, int]]:
+            job.keys = ffi.cast("void *", self._start + block % places * content_bytes)
+            job.values = ffi.cast("uint8_t *", job.keys) + content_bytes // 2
+            for repetition in range(4):  # the first loads the rows into the cache
+                began = clock()
+                attend(job)
+                ns = clock() - began
+                if repetition and keep:
+                    yield 0, 2 * queries * positions * width, ns
 
         return calls
 

@@ -215,6 +215,8 @@ def _single_characters(whole: dict[str, Any], tables: Any) -> tuple[dict[str, An
     model, added = whole["model"], whole.get("added_tokens") or []
     if model.get("type") != "BPE" or any(model.get(option) for option in _UNSUPPORTED):
         raise ValueError("another model")
+    if not isinstance(model.get("ignore_merges", False), bool):  # the library would not see it
+        raise ValueError("ignore_merges")
     unknown = model.get("unk_token")
     bytes_names = [f"<0x{byte:02X}>" for byte in range(256)] if model.get("byte_fallback") else []
     if model.get("ignore_merges") and (not lib.np_vocabulary_is_spelled(tables) or len(unknown or "--") < 2):

@@ -105,8 +105,9 @@ def agree(
     *,
     moved: bool = False,
     embedding_on_flash: bool = False,
+    kv_type: str = "f16",
 ) -> None:
-    plan = planned(shell, package, "--backend", f"prefill=onnx:{provider}")
+    plan = planned(shell, package, "--backend", f"prefill=onnx:{provider}", "--kv-type", kv_type)
     if embedding_on_flash:
         leave_embedding_on_flash(plan, Package.open(package).manifest)
     if moved:
@@ -139,6 +140,11 @@ def test_it_finds_scales_that_the_plan_moves(shell: Shell, program: Path, tmp_pa
     package = write_package(tmp_path / "package", MODELS["a mixture"], "q4")
     prompt = np.random.default_rng(4).integers(1, 50, 150).tolist()
     agree(shell, program, package.path, prompt, moved=True)
+
+
+@pytest.mark.nightly
+def test_it_rounds_keys_and_values(shell: Shell, program: Path) -> None:
+    agree(shell, program, DEMO, list(range(1, 41)), kv_type="q8")
 
 
 @pytest.mark.nightly

@@ -289,6 +289,7 @@ OTHERS = {
     "a merge that the library skips": changed(
         merges=["#version a"], vocab=VOCABULARY | {"#version": 999, "#versiona": 998}
     ),
+    "a wrong value of what the library does not see": changed(ignore_merges=-1),
     "a template that has the text twice": with_template(A_TEXT, A_TEXT),
     "a template without the text": with_template(),
 }

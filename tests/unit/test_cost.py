@@ -122,17 +122,14 @@ def test_a_prompt_whose_experts_meet_few_tokens_is_longer() -> None:
     assert products_ms(model, firing, of, 64) / 64 > 1.4 * products_ms(model, firing, of, 512) / 512
 
 
-def test_attention_of_a_prompt_takes_the_time_of_single_tokens() -> None:
-    """A profile also has Downs that are added for several tokens at once, where all neurons are active."""
+def test_attention_of_a_prompt_takes_the_time_that_was_measured() -> None:
+    """It took the time of products of single tokens, which is twice as long: a prompt of 7,900 tokens was planned 1.8
+    times too slow."""
 
-    def point(kind: ReusedKind, share: float, speed: float) -> ReusedPoint:
-        place: dict[str, Any] = {"quantization": "f16", "row_weights": 4096, "workers": 2, "core": None}
-        return ReusedPoint(kind=kind, share=share, token_weights_per_s=Figure(median=speed, spread=0.0), **place)
+    def point(kind: ReusedKind, speed: float) -> ReusedPoint:
+        place: dict[str, Any] = {"quantization": "f16", "row_weights": 128, "workers": 2, "core": None}
+        return ReusedPoint(kind=kind, share=1.0, token_weights_per_s=Figure(median=speed, spread=0.0), **place)
 
-    both: tuple[ReusedKind, ...] = ("ups", "downs")
-    of_single = tuple(point(kind, 0.5, 4e10) for kind in both)
-    profiles = [
-        dataclasses.replace(profile(), reused=reused)
-        for reused in (of_single, (*of_single, *(point(kind, 1.0, 9e10) for kind in both)))
-    ]
-    assert [cost(of).attention_ms(4e7) for of in profiles] == pytest.approx([1.0, 1.0])
+    measured = point("ups", 4e10), point("downs", 4e10), point("attended", 8e10)
+    profiles = [dataclasses.replace(profile(), reused=reused) for reused in (measured, measured[:2])]
+    assert [cost(of).attention_ms(8e7) for of in profiles] == pytest.approx([1.0, 2.0])

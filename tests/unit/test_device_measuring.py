@@ -25,8 +25,8 @@ from neuronpipe.plans.measure.benchmark_slots import Neurons, allocate_benchmark
 from neuronpipe.plans.measure.device_measurement import Effort, measure_flash, measure_profile
 from neuronpipe.plans.measure.flash_reads import read_cases
 from neuronpipe.plans.measure.kernel_speed import (
+    ATTENTION,
     KINDS,
-    Case,
     all_cases,
     kernel_cases,
     kernel_cases_of_all,
@@ -230,7 +230,8 @@ def test_once_through_everything_with_little_of_each(tmp_path: Path) -> None:
         k for kind in ("matrix", "exact", "predicted") for k in KINDS[kind]
     }
     assert {point.tokens for point in profile.panels} == {8, 16, 64, 512}
-    assert {point.kind for point in profile.reused} == {"ups", "downs"}
+    assert {point.kind for point in profile.reused} == {"ups", "downs", "attended"}
+    assert profile.reused_token_weights_per_s("attended", 1, 1.0, quantization="f16", row_weights=64) > 1e9
     assert profile.flash is not None
     assert {cost.request_bytes for cost in profile.flash.costs} == {4096, 16384}  # of 64 KiB the file has too few
     assert {one.same_core for one in profile.sharing} >= {True}
@@ -254,8 +255,8 @@ def test_rows_of_a_model_whose_neurons_all_fire_are_measured_all() -> None:
     relu = Package.open(DEMO).manifest
     silu = dataclasses.replace(relu, model=dataclasses.replace(relu.model, activation="silu"))
     assert {case.amount for case in kernel_cases(silu) if case.kind == "exact"} == {0.5, 1.0}
-    assert {case.amount for case in kernel_cases_of_all([silu]) if case.kind in ("exact", "reused")} == {0.5, 1.0}
-    assert [case for case in kernel_cases_of_all([silu]) if case.amount == 0.5] == [Case("reused", "f16", 4096, 0.5)]
+    assert {case.amount for case in kernel_cases_of_all([silu]) if case.kind in ("exact", "reused")} == {1.0}
+    assert [case for case in kernel_cases_of_all([silu]) if case.quantization == "f16"] == [ATTENTION]
     assert {case.amount for case in kernel_cases_of_all([relu, silu]) if case.kind == "exact"} == {0.5, 1.0}
     assert {case.amount for case in all_cases() if case.kind == "exact"} == {0.1, 0.5, 1.0}
 

@@ -90,8 +90,8 @@ def test_a_profile_that_does_not_hold_leaves_starts_to_their_brief_probe(
     ("text", "said"),
     [
         ("{", "not valid JSON"),
-        ('{"version": 9}', "field 'version': 9"),
-        (changed(version=4).decode(), "field 'version': 4, but this program reads 8; measure again"),
+        ('{"version": 99}', "field 'version': 99"),
+        (changed(version=4).decode(), "field 'version': 4, but this program reads 9; measure again"),
         (changed(busy=7).decode(), "busy 7.0 is outside"),
     ],
 )

@@ -154,7 +154,7 @@ def _panels(computed: dict[int, float]) -> Iterator[points.PanelPoint]:
 
 
 def _reused(computed: dict[int, float]) -> Iterator[points.ReusedPoint]:
-    kinds: tuple[points.ReusedKind, ...] = ("ups", "downs")
+    kinds: tuple[points.ReusedKind, ...] = ("ups", "downs", "attended")
     for quantization, width, workers, speed in _multiplied(computed):
         for kind in kinds:
             yield points.ReusedPoint(
