@@ -7,7 +7,7 @@
  *   down     rows of latent_down, query_down  attention: for each token latent, rotated key, input of queries
  *   norm     an even share of the tokens      the same, normed and rotated; this position of the KV cache
  *   queries  a head                           queries: for each token and head as wide as a latent and a rotated key
- *   attend   (four heads, token)              attention: likewise
+ *   attend   (some heads, token)              attention: likewise
  *   values   a head                           queries: for each token and head a value
  *
  * Down, queries and values claim the pieces of one counter, in turn. Every participant has claimed once in vain before a
@@ -21,8 +21,6 @@
 #include "engine/work.h"
 
 #define LATENT_EPSILON 1e-6f /* of the norms of latents, in every model */
-
-enum { ATTENDED_HEADS = 4 }; /* of a piece */
 
 static uint32_t pieces_of_rows(uint32_t rows)
 {
@@ -167,10 +165,12 @@ static void attend(np_engine *engine, uint32_t layer)
     const size_t width = np_cached_width(s);
     const float scale = s->attention_scale / __builtin_sqrtf((float)s->head_width);
     const uint32_t block = np_attended_tokens(engine), blocks = (engine->count + block - 1) / block;
-    const uint32_t pieces = (s->query_heads + ATTENDED_HEADS - 1) / ATTENDED_HEADS * blocks;
+    /* With eight heads a head takes 0.88 of the time that it takes with four, at 8,192 positions and at 500 (Zen 5). */
+    const uint32_t most = (s->query_heads + NP_ATTEND_QUERIES - 1) / NP_ATTEND_QUERIES >= engine->participants ? NP_ATTEND_QUERIES : NP_ATTEND_QUERIES / 2;
+    const uint32_t pieces = (s->query_heads + most - 1) / most * blocks;
     const uint64_t started = np_clock_ns();
     for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NONE;) {
-        const uint32_t head = piece / blocks * ATTENDED_HEADS, first = piece % blocks * block;
+        const uint32_t head = piece / blocks * most, first = piece % blocks * block;
         const uint32_t end = engine->count - first < block ? engine->count : first + block;
         for (uint32_t t = first, tokens; t < end; t += tokens) {
             const uint8_t *latents = latents_of(engine, layer, (uint32_t)engine->sequence[t]);
@@ -180,7 +180,7 @@ static void attend(np_engine *engine, uint32_t layer)
             np_attend(&(np_attend_job){
                 .queries = engine->shared.queries + offset,
                 .token_stride = np_heads_width(s),
-                .heads = s->query_heads - head < ATTENDED_HEADS ? s->query_heads - head : ATTENDED_HEADS,
+                .heads = s->query_heads - head < most ? s->query_heads - head : most,
                 .tokens = tokens,
                 .keys = latents,
                 .values = latents,
