@@ -195,8 +195,8 @@ void np_dot_floats(const float *rows, size_t count, size_t n, const float *x, fl
 void np_f32_to_f16(const float *x, size_t n, uint16_t *out); /* round to nearest even */
 void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
 
-/* Rows of the KV cache, of n elements: NP_F16, or NP_Q8 with a row's scales behind its quants. A group with an element
- * that is not finite has no finite elements when it is read. */
+/* Rows of the KV cache, of n elements, at even addresses: NP_F16, or NP_Q8 with a row's scales behind its quants. A group
+ * with an element that is not finite has no finite elements when it is read. */
 size_t np_kv_row_bytes(int type, size_t n); /* 0 for another type, or n%32 != 0 with NP_Q8 */
 void np_kv_store(int type, const float *x, size_t n, void *row);
 
@@ -216,9 +216,8 @@ typedef struct {
     float *out;           /* of a token [heads, width] */
 } np_attend_job;
 
-/* Keys and values are read once for so many heads of a token, or for a head of so many tokens. A head's bits do not
- * depend on the other heads and tokens. With four, 8,192 positions take 1.4 times as long; sixteen gain an eighth there,
- * and lose as much with eight heads per key head (Xeon 6, width 128). */
+/* Keys and values are read from memory once for so many heads of a token, or for a head of so many tokens. A head's bits
+ * do not depend on the other heads and tokens. */
 enum { NP_ATTEND_QUERIES = 8, NP_ATTEND_CHUNK = 64 };
 void np_attend(const np_attend_job *job);
 

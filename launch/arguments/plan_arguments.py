@@ -43,7 +43,7 @@ def plan_options(arguments: argparse.Namespace) -> PlanOptions:
         accelerator_memory_bytes=arguments.gpu_memory,
         without=arguments.without,
         hints=arguments.hints,
-        kv_type=arguments.kv_type,
+        kv_type=arguments.kv_type or "f16",
         baseline=arguments.baseline,
         prompt_cache_bytes=0 if arguments.baseline else arguments.prompt_cache,
         history=not arguments.no_history,
@@ -104,9 +104,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-type",
         choices=KV_TYPES,
-        default="f16",
-        help="type of the KV cache: f16 (default); q8: nearly half the memory for the same context, and results that "
-        "differ a little",
+        help="type of keys and values: f16 (default); q8: 17/32 of the memory, and results that differ a little",
     )
     group.add_argument(
         "--sequences",

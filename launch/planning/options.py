@@ -82,9 +82,13 @@ class PlanOptions:
             f"--mode {self.mode}": self.mode is not None,
             f"--baseline {self.baseline}": self.baseline is not None,
             "--hints": self.hints and allows_loss,
-            f"--kv-type {self.kv_type}": self.kv_type != "f16",
             "--without predictor": "predictor" in self.without and allows_loss,
         }
+        if self.kv_type != "f16":
+            raise UserError(
+                f"--kv-type {self.kv_type} and --quality {show_quality(self.quality)}: {self.kv_type} changes results "
+                "by more than the quality says; leave one of the two out"
+            )
         for option, is_typed in deciding.items():
             if is_typed:
                 raise UserError(

@@ -145,11 +145,21 @@ def _prefill(profile: DeviceProfile) -> list[str]:
     for panel in profile.panels:
         name = f"panel of {panel.tokens} tokens, {_place(panel)}"
         rows.setdefault(name, {})[panel.quantization, panel.row_weights] = panel.token_weights_per_s
-    for reused in profile.reused:
+    for reused in (point for point in profile.reused if point.kind != "attended"):
         name = f"{_kind(reused.kind, reused.share)}, {_place(reused)}"
         rows.setdefault(name, {})[reused.quantization, reused.row_weights] = reused.token_weights_per_s
     cells = ([name, *(_speed(figures.get(shape)) for shape in shapes)] for name, figures in rows.items())
-    return _table("prefill kernels, 10^9 tokens x weights a second; ups and downs from the cache", columns, cells)
+    attended: dict[str, dict[str, Figure]] = {}
+    for point in (point for point in profile.reused if point.kind == "attended"):
+        attended.setdefault(_place(point), {})[point.quantization] = point.token_weights_per_s
+    types = list(dict.fromkeys(kv_type for figures in attended.values() for kv_type in figures))
+    of_attention = (
+        [place, *(_speed(figures.get(kv_type)) for kv_type in types)] for place, figures in attended.items()
+    )
+    return [
+        *_table("prefill kernels, 10^9 tokens x weights a second; ups and downs from the cache", columns, cells),
+        *_table("attention, 10^9 heads x elements a second, by the KV cache's type", ["", *types], of_attention),
+    ]
 
 
 def _flash(profile: DeviceProfile, flash: FlashProfile) -> list[str]:

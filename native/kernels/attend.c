@@ -21,7 +21,7 @@ NP_INLINE float *scores_at(const query_block *b, size_t i, size_t position) {
     return b->scores + i * b->score_stride + (position - b->from[0]);
 }
 
-static int is_for_vectors(const np_attend_job *job) { return job->width % NP_MIXED_LANES == 0 && job->width <= NP_MIXED_COLUMNS; }
+static int is_for_vectors(const np_attend_job *job) { return job->width >= NP_MIN_COLUMNS && job->width <= NP_MAX_COLUMNS; }
 
 /* At most a chunk of the keys or values from a position on. */
 static np_kv_rows rows_at(const np_attend_job *job, const uint8_t *rows, size_t from, size_t to) {

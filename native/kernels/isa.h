@@ -81,12 +81,13 @@ typedef struct {
     size_t row_bytes, count, n;
     size_t following; /* rows behind them that are read next */
 } np_kv_rows;
-/* Attention's products with rows of up to NP_MIXED_COLUMNS elements, a multiple of NP_MIXED_LANES, but for scalar: out[q*out_stride + r] =
- * the product of row r and query q; and out[q*out_stride + j] += the sum of weights[q*stride + r] * row[r][j] over r, row
- * by row. The bits of a result do not depend on the other queries. */
+/* Attention's two products with rows of NP_MIN_COLUMNS to NP_MAX_COLUMNS elements (scalar's take any number).
+ * Scores: out[q*out_stride + r] = the product of row r and query q.
+ * Mix: out[q*out_stride + j] += weights[q*stride + r] * row[r][j], for one row r after the other.
+ * The bits of a result do not depend on the other queries. */
 typedef void np_scores_function(const np_kv_rows *rows, const float *queries, size_t stride, size_t count, float *out, size_t out_stride);
 typedef void np_mix_function(const np_kv_rows *rows, const float *weights, size_t stride, size_t count, float *out, size_t out_stride);
-enum { NP_MIXED_COLUMNS = 1024, NP_MIXED_LANES = 16 };
+enum { NP_MIN_COLUMNS = 16, NP_MAX_COLUMNS = 1024 };
 
 typedef struct {
     const char *name;

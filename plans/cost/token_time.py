@@ -168,7 +168,7 @@ def _run_cost(
 ) -> _RunCost:
     curve, speed, profile = measured
     workers = len(compute.decode_workers())
-    cost = WorkCost(manifest, compute.mode, workers, shares_core(compute), curve, speed, profile)
+    cost = WorkCost(manifest, compute.mode, workers, shares_core(compute), curve, speed, profile, compute.kv_type)
     return _RunCost(manifest, rates, compute, memory, flash, cost, AcceleratorCost.of(manifest, compute, profile))
 
 

@@ -21,7 +21,7 @@ from neuronpipe.plans.package.layout import (
     row_bytes,
 )
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.document import Mode
+from neuronpipe.plans.plan.document import KvType, Mode
 from neuronpipe.protocol.frozen import frozen
 
 # Assumed processor time of the loader: to submit and reap a read, and to check and copy its bytes.
@@ -37,7 +37,7 @@ ASSUMED_READ_FACTOR, ASSUMED_READ_DELAY_US = 3.0, 200.0
 ASSUMED_TOKEN_WEIGHTS_PER_S = 50e9
 # Fixed cost of a panel, in tokens: an EPYC reaches 137, 257 and 321 G with 16, 64 and 512 tokens.
 PANEL_TOKENS_OF_SETUP = 16
-# Multiplications by f16 keys and values in a prompt's attention, for each core.
+# Multiplications by keys and values in a prompt's attention, for each core, of which 78 G were measured with AVX-512.
 ASSUMED_ATTENDED_PER_S = 20e9
 # Time of a core for each gate of each token of a prompt, measured by perf with a 1B on an EPYC with AVX-512.
 GATE_NS = 11.0
@@ -61,6 +61,7 @@ class WorkCost:
     curve: FlashCurve | None
     speed: MemorySpeed | None
     profile: DeviceProfile | None = None
+    kv_type: KvType = "f16"
 
     # ---- decode ----------------------------------------------------------------------------------------------
     def fixed_ms(self, size_bytes: float, matrix: str = "") -> float | None:
@@ -172,7 +173,7 @@ class WorkCost:
 
         products: components of keys and values that are multiplied, summed over heads and tokens
         """
-        rows: dict[str, Any] = {"quantization": "f16", "row_weights": self.manifest.model.cached_width}
+        rows: dict[str, Any] = {"quantization": self.kv_type, "row_weights": self.manifest.model.cached_width}
         speed = self._measured(
             lambda profile: profile.reused_token_weights_per_s("attended", self.workers, 1.0, **rows)
         )

@@ -30,6 +30,7 @@ from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, OnMea
 from neuronpipe.plans.measure.benchmark_slots import BenchmarkMemory, Neurons, Rows
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.document import KV_TYPES
 from neuronpipe.protocol.frozen import frozen
 
 SHAPES: tuple[tuple[Quantization, int], ...] = (
@@ -81,7 +82,7 @@ class Case:
     amount: float
 
 
-ATTENTION = Case("attended", "f16", ATTENDED_WIDTH, ALL_FIRE)
+ATTENTION = tuple(Case("attended", kv_type, ATTENDED_WIDTH, ALL_FIRE) for kv_type in KV_TYPES)
 
 
 def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case, ...]:
@@ -100,7 +101,7 @@ def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case
         for amount in kind_amounts
         if shape[0] != "q3" or kind in ("exact", "predicted", "panel")
     )
-    return (*of_shapes, ATTENTION)
+    return (*of_shapes, *ATTENTION)
 
 
 def profile_cases(manifest: Manifest) -> tuple[Case, ...]:
@@ -139,7 +140,7 @@ def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
             for kind in of_rows
             for amount in amounts.get(kind, shares[:1])
         ),
-        ATTENTION,
+        *ATTENTION,
     )
 
 
@@ -148,7 +149,7 @@ def kernel_cases_of_all(manifests: Iterable[Manifest]) -> tuple[Case, ...]:
     that of the attention of prompts."""
     cases: dict[Case, None] = {}
     for manifest, case in ((of, case) for of in manifests for case in kernel_cases(of)):
-        if case == ATTENTION:
+        if case in ATTENTION:
             cases[case] = None
             continue
         shared = dataclasses.replace(case, amount=max(case.amount, SHARES[-1]))

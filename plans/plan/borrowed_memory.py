@@ -67,7 +67,7 @@ class BorrowableMemory:
 
     @functools.cached_property
     def grant_tokens(self) -> int:
-        """Tokens of a grant, which are reserved together. Their keys fill whole pages."""
+        """Tokens of a grant, which are reserved together. Their keys fill whole pages, or with q8 nearly so."""
         least_width = min(vectors.width for vectors in self.manifest.model.cached_vectors)
         page_tokens = max(1, PAGE_BYTES // row_bytes(self.shape.kv_type, least_width))
         return max(1, -(-self.shape.context_tokens // GRANTS // page_tokens)) * page_tokens

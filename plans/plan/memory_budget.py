@@ -218,7 +218,7 @@ def _used_bytes(manifest: Manifest, plan: Plan, sequences: int, sequence_tokens:
     least_width = min(vectors.width for vectors in manifest.model.cached_vectors)
     vector_bytes = row_bytes(shape.kv_type, least_width)  # of one head's key or value, or a latent
     page_tokens = max(1, PAGE_BYTES // vector_bytes)
-    if shape.kv_type != "f16":  # vectors of a page begin or end in another one
+    if shape.kv_type != "f16":  # a head's rows may begin and end within a page
         sequence_tokens += 2 * page_tokens
     used_tokens = min(shape.context_tokens, -(-sequence_tokens // page_tokens) * page_tokens)
     used_shape = dataclasses.replace(shape, sequences=min(sequences, shape.sequences), context_tokens=used_tokens)

@@ -175,6 +175,8 @@ def test_a_pipe_that_never_ends_is_refused(capsys: pytest.CaptureFixture[str], m
         ("--cores", "0"),
         ("--ffn-resident", "50%"),
         ("--context", "64"),
+        ("--kv-type", "q8"),
+        ("--kv-type", "f16"),
         ("--sequences", "2"),
         ("--workers", "1"),
         ("--mode", "exact"),

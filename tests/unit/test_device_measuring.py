@@ -256,7 +256,7 @@ def test_rows_of_a_model_whose_neurons_all_fire_are_measured_all() -> None:
     silu = dataclasses.replace(relu, model=dataclasses.replace(relu.model, activation="silu"))
     assert {case.amount for case in kernel_cases(silu) if case.kind == "exact"} == {0.5, 1.0}
     assert {case.amount for case in kernel_cases_of_all([silu]) if case.kind in ("exact", "reused")} == {1.0}
-    assert [case for case in kernel_cases_of_all([silu]) if case.quantization == "f16"] == [ATTENTION]
+    assert [case for case in kernel_cases_of_all([silu]) if case.kind == "attended"] == list(ATTENTION)
     assert {case.amount for case in kernel_cases_of_all([relu, silu]) if case.kind == "exact"} == {0.5, 1.0}
     assert {case.amount for case in all_cases() if case.kind == "exact"} == {0.1, 0.5, 1.0}
 

@@ -313,6 +313,19 @@ def test_the_page_and_the_picture_show_every_group() -> None:
     page = render(profile())
     for expected in ("2 big, 1 little", "2 little", "triggers", "16.0", "4 KiB", "keeps 80%", "80, 120 us"):
         assert expected in page or expected == "2 big, 1 little"
+    attended = [
+        ReusedPoint(
+            kind="attended",
+            quantization=kv_type,
+            row_weights=128,
+            share=1.0,
+            workers=2,
+            core=None,
+            token_weights_per_s=figure(speed),
+        )
+        for kv_type, speed in (("f16", 123e9), ("q8", 45e9))
+    ]
+    assert "2 workers  123   45.0" in render(dataclasses.replace(profile(), reused=tuple(attended)))
     texts = [
         element.text for element in ElementTree.fromstring(draw(profile())).iter("{http://www.w3.org/2000/svg}text")
     ]
