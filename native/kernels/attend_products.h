@@ -25,7 +25,7 @@ NP_INLINE TARGET void read_scales(const int type, const np_kv_rows *rows, row_sc
     }
 }
 
-/* What is this far ahead is prefetched: the hardware's own prefetching reads 10 GB/s with eight queries, this 16 (Zen 5). */
+/* What is this far ahead is prefetched: the hardware's own prefetching reads 10 GB/s with eight queries, this 15 (Zen 5). */
 enum { AHEAD_BYTES = 8192 };
 
 NP_INLINE void prefetch_ahead(const np_kv_rows *rows, size_t first, size_t count) {
