@@ -218,7 +218,7 @@ typedef struct {
 
 /* Keys and values are read from memory once for so many heads of a token, or for a head of so many tokens. A head's bits
  * do not depend on the other heads and tokens. */
-enum { NP_ATTEND_QUERIES = 8, NP_ATTEND_CHUNK = 64 };
+enum { NP_ATTEND_QUERIES = 8 };
 void np_attend(const np_attend_job *job);
 
 /* y[j] += x[j]. */

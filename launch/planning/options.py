@@ -77,6 +77,11 @@ class PlanOptions:
             self._check_baseline()
         if self.quality is None:
             return
+        if self.kv_type != "f16":
+            raise UserError(
+                f"--kv-type {self.kv_type} and --quality {show_quality(self.quality)}: {self.kv_type} changes results "
+                "by more than the quality says; leave one of the two out"
+            )
         allows_loss = self.quality != "exact"
         deciding = {
             f"--mode {self.mode}": self.mode is not None,
@@ -84,11 +89,6 @@ class PlanOptions:
             "--hints": self.hints and allows_loss,
             "--without predictor": "predictor" in self.without and allows_loss,
         }
-        if self.kv_type != "f16":
-            raise UserError(
-                f"--kv-type {self.kv_type} and --quality {show_quality(self.quality)}: {self.kv_type} changes results "
-                "by more than the quality says; leave one of the two out"
-            )
         for option, is_typed in deciding.items():
             if is_typed:
                 raise UserError(

@@ -6,8 +6,6 @@
 #include <math.h>
 #include <string.h>
 
-enum { CHUNK = NP_ATTEND_CHUNK }; /* its keys and values stay in the first-level cache for all queries */
-
 /* Up to NP_ATTEND_QUERIES queries. Query i attends to the positions from[i] to to[i] (excluded), which never shrink. */
 typedef struct {
     const float *queries;
@@ -25,14 +23,14 @@ static int is_for_vectors(const np_attend_job *job) { return job->width >= NP_MI
 
 /* At most a chunk of the keys or values from a position on. */
 static np_kv_rows rows_at(const np_attend_job *job, const uint8_t *rows, size_t from, size_t to) {
-    const size_t row_bytes = np_kv_row_bytes(job->type, job->width), count = to - from < CHUNK ? to - from : CHUNK;
+    const size_t row_bytes = np_kv_row_bytes(job->type, job->width), count = to - from < NP_ATTEND_CHUNK ? to - from : NP_ATTEND_CHUNK;
     return (np_kv_rows){.type = job->type, .rows = rows + from * row_bytes, .row_bytes = row_bytes, .count = count, .n = job->width, .following = to - from - count};
 }
 
 /* The scores of all queries, without scale, at the positions that any of them attends to. */
 static void compute_scores(const np_attend_job *job, const query_block *b) {
     np_scores_function *scores = is_for_vectors(job) ? np_isa_current()->scores : np_scalar_scores;
-    for (size_t from = b->from[0]; from < b->to[b->count - 1]; from += CHUNK) {
+    for (size_t from = b->from[0]; from < b->to[b->count - 1]; from += NP_ATTEND_CHUNK) {
         const np_kv_rows keys = rows_at(job, job->keys, from, b->to[b->count - 1]);
         scores(&keys, b->queries, b->stride, b->count, scores_at(b, 0, from), b->score_stride);
     }
@@ -41,7 +39,7 @@ static void compute_scores(const np_attend_job *job, const query_block *b) {
 /* Add the values at some positions to the output of queries first to first + count. */
 static void add_values(const np_attend_job *job, const query_block *b, size_t first, size_t count, size_t from, size_t to) {
     np_mix_function *mix = is_for_vectors(job) ? np_isa_current()->mix : np_scalar_mix;
-    for (; from < to; from += CHUNK) {
+    for (; from < to; from += NP_ATTEND_CHUNK) {
         const np_kv_rows values = rows_at(job, job->values, from, to);
         mix(&values, scores_at(b, first, from), b->score_stride, count, b->out + first * b->stride, b->stride);
     }

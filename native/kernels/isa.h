@@ -74,7 +74,8 @@ typedef struct {
     void (*dot)(int type, const np_dot_job *job);
 } np_panel_kernel;
 
-/* Up to NP_ATTEND_CHUNK rows of the KV cache, row_bytes apart. */
+/* Up to NP_ATTEND_CHUNK rows of the KV cache, row_bytes apart. They stay in the first-level cache for all queries. */
+enum { NP_ATTEND_CHUNK = 64 };
 typedef struct {
     int type;
     const uint8_t *rows;

@@ -325,34 +325,23 @@ class _Bench:
 
     def _attended(self, neurons: Neurons, _share: float) -> Calls:
         positions, width, queries = ATTENDED_POSITIONS, neurons.row_weights, lib.NP_ATTEND_QUERIES
-        vectors = [ffi.new("float[]", [1e-3 * (j % 17) for j in range(queries * width)]) for _ in range(2)]
-        scores = ffi.new("float[]", queries * (positions + 1))
+        query = ffi.new("float[]", [1e-3 * (j % 17) for j in range(queries * width)])
+        out, scores = ffi.new("float[]", queries * width), ffi.new("float[]", queries * (positions + 1))
         content_bytes = 2 * positions * lib.np_kv_row_bytes(neurons.type, width)
         places = max(1, self._size_bytes // content_bytes)
-        job = ffi.new(
-            "np_attend_job *",
-            {
-                "queries": vectors[0],
-                "heads": queries,
-                "tokens": 1,
-                "type": neurons.type,
-                "positions": positions,
-                "width": width,
-                "scale": 1e-3,
-                "scores": scores,
-                "out": vectors[1],
-            },
-        )
-        clock, attend, keep = time.perf_counter_ns, lib.np_attend, (vectors, scores)
+        job, clock, attend = ffi.new("np_attend_job *"), time.perf_counter_ns, lib.np_attend
+        job.heads, job.tokens, job.positions, job.width = queries, 1, positions, width
+        job.type, job.scale = neurons.type, 1e-3
 
         def calls(block: int) -> Iterator[tuple[int, float, int]]:
+            job.queries, job.out, job.scores = query, out, scores
             job.keys = ffi.cast("void *", self._start + block % places * content_bytes)
             job.values = ffi.cast("uint8_t *", job.keys) + content_bytes // 2
             for repetition in range(4):  # the first loads the rows into the cache
                 began = clock()
                 attend(job)
                 ns = clock() - began
-                if repetition and keep:
+                if repetition:
                     yield 0, 2 * queries * positions * width, ns
 
         return calls

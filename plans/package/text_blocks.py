@@ -25,8 +25,6 @@ LOCAL_PRE_TOKENIZERS = frozenset(
 # Parts of a regular expression that look behind, far ahead, or at the ends of the text.
 NOT_LOCAL = re.compile(r"\(\?[=<]|\(\?!(?!\\S\))|\\[bBAzZGK]|\$|\^")
 CLASS_OR_ESCAPE = re.compile(r"(\\.)|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
-
-
 # Bytes of control characters and of planes 4 to 16, which no normalization makes of other characters, and those that
 # occur in no text. Vocabularies made from a corpus lack some of them: SmolLM2's lacks 21.
 RARE_BYTES = frozenset((*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)))

@@ -189,7 +189,8 @@ class PlannedCosts:
         """
         model, compute = manifest.model, plan.compute
         self._layers, self._workers, self._depth = model.layers, len(compute.decode_workers()), plan.flash.depth
-        self._cost = WorkCost(manifest, compute.mode, self._workers, shares_core(compute), *measured)
+        shares = shares_core(compute)
+        self._cost = WorkCost(manifest, compute.mode, self._workers, shares, *measured, kv_type=compute.kv_type)
         self._work: StepWork = step_work(
             manifest,
             rates(manifest, compute.mode),
