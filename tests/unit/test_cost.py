@@ -14,11 +14,14 @@ from neuronpipe.plans.cost.work_cost import ASSUMED_STEP_FACTOR, ASSUMED_STEP_FA
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import DecodeKind, ReusedKind, ReusedPoint
 from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.lab.devices.device_description import planner_device
+from neuronpipe.plans.lab.devices.device_file import read_device
 from neuronpipe.plans.lab.shapes.models import model_named
 from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.layout import Quantization, compute_layout, expert_layout, row_bytes
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.document import KV_TYPES
 
 from tests.unit.fixed_machine import machine
 from tests.unit.test_device_profile import decode_point, profile
@@ -133,3 +136,13 @@ def test_attention_of_a_prompt_takes_the_time_that_was_measured() -> None:
     measured = point("ups", 4e10), point("downs", 4e10), point("attended", 8e10)
     profiles = [dataclasses.replace(profile(), reused=reused) for reused in (measured, measured[:2])]
     assert [cost(of).attention_ms(8e7) for of in profiles] == pytest.approx([1.0, 2.0])
+
+
+def test_a_described_device_attends_to_q8_as_to_f16() -> None:
+    """Its rows of weights are twice as fast in q8, but keys and values are multiplied as floats."""
+    described = planner_device(read_device("oneplus-12"), manifest()).profile
+    assert described is not None
+    of_f16, of_q8 = (dataclasses.replace(cost(described), kv_type=kv_type).attention_ms(1e9) for kv_type in KV_TYPES)
+    assert of_q8 == of_f16
+    attended = [point for point in described.reused if point.kind == "attended"]
+    assert {point.quantization for point in attended} == set(KV_TYPES), "neither is assumed"

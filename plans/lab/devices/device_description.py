@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from neuronpipe.plans.device import measured_points as points
 from neuronpipe.plans.device.cores import FULL_CAPACITY, Core, Kind, assign_cores, max_decode_workers
@@ -18,6 +19,7 @@ from neuronpipe.plans.lab.devices.device_file import LOADER_DEPTH, CoreClass, De
 from neuronpipe.plans.lab.shapes.models import BITS_PER_WEIGHT
 from neuronpipe.plans.package.layout import PAGE_BYTES, Quantization
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.document import KV_TYPES
 
 READ_BYTES = tuple(PAGE_BYTES << n for n in range(9))  # 4 KiB to 1 MiB
 PIECE_BYTES = 1024  # the device file has no speeds of smaller pieces of memory
@@ -154,18 +156,14 @@ def _panels(computed: dict[int, float]) -> Iterator[points.PanelPoint]:
 
 
 def _reused(computed: dict[int, float]) -> Iterator[points.ReusedPoint]:
-    kinds: tuple[points.ReusedKind, ...] = ("ups", "downs", "attended")
+    kinds: tuple[points.ReusedKind, ...] = ("ups", "downs")
     for quantization, width, workers, speed in _multiplied(computed):
+        place: dict[str, Any] = {"row_weights": width, "share": 1.0, "workers": workers, "core": None}
         for kind in kinds:
-            yield points.ReusedPoint(
-                kind=kind,
-                quantization=quantization,
-                row_weights=width,
-                share=1.0,
-                workers=workers,
-                core=None,
-                token_weights_per_s=_figure(speed),
-            )
+            yield points.ReusedPoint(kind=kind, quantization=quantization, token_weights_per_s=_figure(speed), **place)
+        # Attention multiplies f16 and q8 alike, as floats.
+        for kv_type in KV_TYPES if quantization == "f16" else ():
+            yield points.ReusedPoint(kind="attended", quantization=kv_type, token_weights_per_s=_figure(speed), **place)
 
 
 def _multiplied(computed: dict[int, float]) -> Iterator[tuple[Quantization, int, int, float]]:
