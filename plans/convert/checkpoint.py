@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from neuronpipe.plans.convert.chat_template import ChatTemplate, ExamineTemplate
 from neuronpipe.plans.convert.end_tokens import EndToken
-from neuronpipe.plans.convert.joined_experts import take_joined_experts
+from neuronpipe.plans.convert.joined_experts import take_fused_experts, take_joined_experts
 from neuronpipe.plans.convert.recurrent_layers import take_recurrent_layer
 from neuronpipe.plans.convert.source_predictors import SourcePredictors
 from neuronpipe.plans.convert.stored_tensors import Inventory, RowNumbers, StoredMatrix
@@ -339,12 +339,10 @@ class _Tensors:
         self.vectors |= {f"{prefix}.{matrix}.bias": parts for matrix, parts in joined.biases.items()}
 
     def _take_fused(self, prefix: str, gate_up: str, down: str) -> None:
-        experts, neurons, width = self._model.experts, self._model.neurons, self._model.width
-        for number, rows in enumerate(self._inventory.take_stack(gate_up, experts, 2 * neurons, width)):
-            self.matrices[ffn_name(self._model, prefix, number, "gate")] = (rows.rows_from(0, neurons),)
-            self.matrices[ffn_name(self._model, prefix, number, "up")] = (rows.rows_from(neurons, neurons),)
-        for number, matrix in enumerate(self._inventory.take_stack(down, experts, width, neurons)):
-            self.matrices[ffn_name(self._model, prefix, number, "down")] = (matrix,)
+        experts = take_fused_experts(self._inventory, self._model, gate_up, down, turned=self._names.turns_experts)
+        for matrix, of_experts in experts.items():
+            for number, rows in enumerate(of_experts):
+                self.matrices[ffn_name(self._model, prefix, number, matrix)] = (rows,)
 
     def _take_norm(self, name: str, stored: str) -> None:
         width, names, (embedding, *_) = self._model.width, self._names, self.matrices["embedding"]

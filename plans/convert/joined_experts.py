@@ -1,7 +1,8 @@
-"""Experts whose gate and up lie in one tensor, as in checkpoints of gpt-oss.
+"""Experts whose gate and up lie in one tensor of all experts.
 
-The rows of gate and up alternate. Published checkpoints store them in MXFP4, blocks and exponents in separate tensors;
-others store them transposed, a row per input, as their class computes with them.
+In gpt-oss the rows of gate and up alternate. Published checkpoints store them in MXFP4, blocks and exponents in
+separate tensors; others store them transposed, a row per input, as their class computes with them. In other classes the
+rows of gate precede those of up, and Qwen3-VL stores both transposed.
 """
 
 from __future__ import annotations
@@ -110,6 +111,33 @@ def take_joined_experts(inventory: Inventory, model: ModelSpec, layer: str, gate
             "down": (inventory.take(f"{layer}{down}_bias", experts, width),),
         },
     )
+
+
+def take_fused_experts(
+    inventory: Inventory, model: ModelSpec, gate_up: str, down: str, *, turned: bool
+) -> dict[str, Sequence[StoredMatrix]]:
+    """Return gate, up and down of each expert of a layer, without biases. Raises UserError as `Inventory.take`.
+
+    gate_up, down: whole names of the tensors
+    turned: they have a row for each input
+    """
+    experts, neurons, width = model.experts, model.neurons, model.width
+    first_rows = {"gate": 0, "up": neurons}
+    if turned:
+        joined = inventory.take_stack(gate_up, experts, width, 2 * neurons)
+        downs = inventory.take_stack(down, experts, neurons, width)
+        return {
+            **{
+                matrix: [_transposed(part, neurons, np.arange(first, first + neurons)) for part in joined]
+                for matrix, first in first_rows.items()
+            },
+            "down": [_transposed(part, width) for part in downs],
+        }
+    joined = inventory.take_stack(gate_up, experts, 2 * neurons, width)
+    return {
+        **{matrix: [part.rows_from(first, neurons) for part in joined] for matrix, first in first_rows.items()},
+        "down": inventory.take_stack(down, experts, width, neurons),
+    }
 
 
 def _transposed(part: StoredMatrix, rows: int, order: RowNumbers | None = None) -> TransposedRows:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 MAX_THETA = 1e12
 LONG = ("longrope", "su")
+MULTIMODAL = "mrope"  # positions in time, height and width, which are one number in a text
 PROPORTIONAL = (
     "proportional"  # the first pairs of a head rotate, with the frequencies of a head that rotates as a whole
 )
@@ -224,7 +225,7 @@ def apply_scaling(
     field, kind = _kind(scaling)
     if scaling.has("type") and scaling.text("type") != kind and not {kind, scaling.text("type")} <= {*LONG}:
         scaling.fail("type", f"{quoted(scaling.text('type'))} contradicts rope_type, {quoted(kind)}")
-    if kind in ("default", "dynamic"):
+    if kind in ("default", "dynamic", MULTIMODAL):
         return frequencies
     if kind == "linear":
         return frequencies / scaling.number("factor", 1e-3, 1e6)

@@ -74,6 +74,7 @@ class TensorNames:
     recurrent: (model, layer) -> the tensors of a recurrent layer
     fused_experts: two tensors that a source may have instead of each expert's: of all experts, one after the other, the
         rows of gate and those of up; and Down. Their whole names
+    turns_experts: these two have a row for each input instead
     """
 
     embedding: str
@@ -130,6 +131,7 @@ class TensorNames:
     predictor: str | None = None
     recurrent: Callable[[ModelSpec, int], RecurrentTensors] | None = None
     fused_experts: tuple[str, str] | None = None
+    turns_experts: bool = False
 
 
 @frozen(kw_only=True)
@@ -152,7 +154,8 @@ class Architecture:
     local_theta: default base of the rotary positions of layers with windows, which have a table of their own; None: all
         layers have the same table
     part: the key under which config.json has the configuration of the language model, which lies beside others: its
-        tensors have names like language_model.model.norm or model.language_model.norm; None: it has nothing else
+        tensors have names like language_model.model.norm or model.language_model.norm. Files of older classes have its
+        keys and names as if there were nothing else. None: it has nothing else
     renamed: keys of config.json that this class calls otherwise than others do -> their names in others
     renamed_tensors: regular expressions of names of tensors -> the names that the family has for them
     extra_layers: the key of the number of layers behind the last one, which predict further tokens and are left out
@@ -177,15 +180,15 @@ class Architecture:
 
     def language_part(self, config: Record) -> Record:
         """Return the configuration of the language model in a config.json, with the defaults of its class."""
-        renamed = {name: other for name, other in self.renamed.items() if config.has(name)}
-        if values := {other: config.value(name) for name, other in renamed.items()} | dict(self.constants):
-            config = config.replaced(values)
-        if self.part is None:
-            return config.over(self.defaults, self.config_class)
-        tied = "tie_word_embeddings"
-        part = config.record(self.part)
-        if config.has(tied):  # of the whole model, whatever its part says
-            part = part.replaced({tied: config.value(tied)})
+        part = config
+        if self.part is not None and (config.has(self.part) or not config.has("hidden_size")):
+            tied = "tie_word_embeddings"
+            part = config.record(self.part)
+            if config.has(tied):  # of the whole model, whatever its part says
+                part = part.replaced({tied: config.value(tied)})
+        renamed = {name: other for name, other in self.renamed.items() if part.has(name)}
+        if values := {other: part.value(name) for name, other in renamed.items()} | dict(self.constants):
+            part = part.replaced(values)
         return part.over(self.defaults, self.config_class)
 
     def tensor_name(self, stored: str) -> str:
@@ -204,7 +207,10 @@ class Architecture:
 
 
 def _within_language_model(names: TensorNames, has: Callable[[str], bool]) -> TensorNames:
-    """Return the names of a language model that lies beside others. Newer checkpoints have the prefix elsewhere."""
+    """Return the names of a language model that lies beside others. Newer checkpoints have the prefix elsewhere, and
+    the oldest have none."""
+    if has(f"{names.embedding}.weight"):
+        return names
     prefixes = ("", "language_model.")
     if not has(f"language_model.{names.embedding}.weight"):
         prefixes = ("model.", "model.language_model.")
@@ -248,6 +254,7 @@ class GgufArchitecture:
     window_tokens: the window if a file states none; 0: layers have none then; None: the file has to state one
     unrotated_layer_every: each layer of this number is not rotated; 0: all are
     has_scales: the file has factors of embeddings, attention scores, additions to the residual stream, and logits
+    required_scales: those that have no default
     multiplies_logits: the file has a factor of logits, `logit_scale`
     rounds_yarn: the bounds of YaRN are rounded to whole pairs
     yarn_multiplier: the file's `yarn_log_multiplier` reduces YaRN's factor of queries and keys; otherwise it is refused
@@ -292,6 +299,7 @@ class GgufArchitecture:
     window_tokens: int | None = 0
     unrotated_layer_every: int = 0
     has_scales: bool = False
+    required_scales: tuple[str, ...] = ()
     multiplies_logits: bool = False
     rounds_yarn: bool = True
     yarn_multiplier: bool = False

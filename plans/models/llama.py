@@ -1,4 +1,5 @@
-"""Llama and models built like it: Mistral, Qwen2, Bamboo. RMS norms, rotary positions, a gated feed-forward.
+"""Llama and models built like it: Mistral, Qwen2 and the text of Qwen2-VL, Bamboo. RMS norms, rotary positions, a gated
+feed-forward.
 
 transformers writes every key that it knows into config.json. Files from other programs lack some, and the defaults of
 missing keys change results: a Mistral without `sliding_window` has an attention window of 4096 tokens. Tests compare
@@ -8,6 +9,7 @@ the defaults below with those of transformers (tests/conformance/golden).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from neuronpipe.plans.models.configuration import (
@@ -107,6 +109,21 @@ QWEN2_DEFAULTS = {
     "layer_types": None,
     "eos_token_id": None,
 }
+# Qwen2VLTextConfig and Qwen2_5_VLTextConfig in transformers/models/qwen2_vl and qwen2_5_vl.
+QWEN2_VL_DEFAULTS = {
+    **QWEN2_DEFAULTS,
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "max_window_layers": 80,
+    "eos_token_id": 151645,
+}
+QWEN_VISION = r"(model\.)?visual\..*"
 
 
 def _architecture(
@@ -117,17 +134,25 @@ def _architecture(
     )
 
 
+def _qwen2_vl(config_class: str) -> Architecture:
+    qwen2 = _architecture(config_class, QWEN2_VL_DEFAULTS, _qwen2)
+    return replace(qwen2, harmless=rf"{GATED_HARMLESS}|{QWEN_VISION}", part="text_config")
+
+
 FAMILY = Family(
     name=NAME,
     architectures={
         "LlamaForCausalLM": _architecture("LlamaConfig", LLAMA_DEFAULTS, _llama),
         "MistralForCausalLM": _architecture("MistralConfig", MISTRAL_DEFAULTS, _mistral),
         "Qwen2ForCausalLM": _architecture("Qwen2Config", QWEN2_DEFAULTS, _qwen2),
+        "Qwen2VLForConditionalGeneration": _qwen2_vl("Qwen2VLTextConfig"),
+        "Qwen2_5_VLForConditionalGeneration": _qwen2_vl("Qwen2_5_VLTextConfig"),
         # BambooConfig in configuration_bamboo.py of the models' own repositories (PowerInfer/Bamboo-base-v0_1).
         "BambooForCausalLM": _architecture("BambooConfig", MISTRAL_DEFAULTS, _bamboo),
     },
     gguf={
         "llama": GgufArchitecture(interleaved=True),
         "qwen2": GgufArchitecture(interleaved=False, qkv_bias=True, relu_may_mean_drelu=True),
+        "qwen2vl": GgufArchitecture(interleaved=False, qkv_bias=True),
     },
 )

@@ -18,7 +18,7 @@ from neuronpipe.plans.models.configuration import (
     gated_model,
     refuse_biases,
 )
-from neuronpipe.plans.models.family import Architecture, Choices, Family
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.spec import MAX, MAX_SCALE, MIN_SCALE, ModelSpec, SpecError
 from neuronpipe.plans.strict_json import Record
 
@@ -69,6 +69,11 @@ FAMILY = Family(
     architectures={
         "MiniCPMForCausalLM": Architecture(
             config_class="MiniCPMConfig", defaults=DEFAULTS, read=_read, names=GATED_NAMES, harmless=GATED_HARMLESS
+        ),
+    },
+    gguf={
+        "minicpm": GgufArchitecture(
+            interleaved=True, has_scales=True, required_scales=("embedding_scale", "residual_scale", "logit_scale")
         ),
     },
 )

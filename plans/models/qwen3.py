@@ -1,7 +1,8 @@
-"""Qwen3 and the mixtures of Qwen2 and Qwen3.
+"""Qwen3, the mixtures of Qwen2 and Qwen3, and the text of Qwen3-VL.
 
 Qwen3 is like Llama, but queries and keys are normed, each head by itself, before they are rotated. The mixtures of
 Qwen2 have biases of queries, keys and values instead, and shared experts with a gate. Some layers may have no router.
+Qwen3-VL adds what it sees to embeddings and to the first layers, which a text does not have.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from neuronpipe.plans.models.configuration import (
     windows_of_qwen,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
+from neuronpipe.plans.models.llama import QWEN_VISION
 from neuronpipe.plans.models.mixture_configuration import Mixture, dense_experts, qwen_layers
 from neuronpipe.plans.models.spec import MAX, ModelSpec
 from neuronpipe.plans.strict_json import Record
@@ -89,6 +91,27 @@ QWEN2_MOE_DEFAULTS = {
     "max_window_layers": 28,
     "layer_types": None,
 }
+# Qwen3VLTextConfig and Qwen3VLMoeTextConfig in transformers/models/qwen3_vl and qwen3_vl_moe.
+_NOT_OF_VL = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "eos_token_id")
+VL_DEFAULTS = {
+    **{name: value for name, value in DEFAULTS.items() if name not in _NOT_OF_VL},
+    "max_position_embeddings": 128000,
+    "rope_theta": 500_000.0,
+}
+VL_MOE_DEFAULTS = {
+    **{name: value for name, value in MOE_DEFAULTS.items() if name not in (*_NOT_OF_VL, "norm_topk_prob")},
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 128000,
+    "rope_theta": 500_000.0,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+}
+VL_MOE_NAMES = replace(
+    EXPERT_NAMES, fused_experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), turns_experts=True
+)
 
 
 def _read_moe(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
@@ -177,6 +200,24 @@ FAMILY = Family(
             names=MOE_NAMES,
             renamed={"num_local_experts": "num_experts"},  # transformers 5 writes the former
         ),
+        "Qwen3VLForConditionalGeneration": Architecture(
+            config_class="Qwen3VLTextConfig",
+            defaults=VL_DEFAULTS,
+            read=_read,
+            names=GATED_NAMES,
+            harmless=QWEN_VISION,
+            part="text_config",
+        ),
+        "Qwen3VLMoeForConditionalGeneration": Architecture(
+            config_class="Qwen3VLMoeTextConfig",
+            defaults=VL_MOE_DEFAULTS,
+            read=_read_moe,
+            names=VL_MOE_NAMES,
+            harmless=QWEN_VISION,
+            part="text_config",
+            renamed={"num_local_experts": "num_experts"},
+            constants={"norm_topk_prob": True, "use_sliding_window": False},
+        ),
         "Qwen2MoeForCausalLM": Architecture(
             config_class="Qwen2MoeConfig", defaults=QWEN2_MOE_DEFAULTS, read=_read_qwen2_moe, names=MOE_NAMES
         ),
@@ -185,5 +226,6 @@ FAMILY = Family(
         "qwen3": GgufArchitecture(interleaved=False),
         "qwen3moe": GgufArchitecture(interleaved=False),
         "qwen2moe": GgufArchitecture(interleaved=False, normalized_shares=False),
+        **dict.fromkeys(("qwen3vl", "qwen3vlmoe"), GgufArchitecture(interleaved=False)),
     },
 )

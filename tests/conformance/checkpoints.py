@@ -35,6 +35,7 @@ from tests.conformance.recurrent_tensors import (
     nemotron_h_tensors,
     recurrent_tensors,
 )
+from tests.conformance.vision_language import LANGUAGE_CLASSES, vision_language_config, vision_language_tensors
 
 __all__ = [
     "RECIPES",
@@ -68,6 +69,7 @@ TENSORS: dict[str, Callable[[Recipe], Iterator[tuple[str, Array]]]] = {
     **dict.fromkeys(PARTS, mixture_tensors),
     **dict.fromkeys(NORMED_OUTPUTS, normed_tensors),
     **dict.fromkeys(LAYER_NORMED, layer_normed_tensors),
+    **dict.fromkeys(LANGUAGE_CLASSES, vision_language_tensors),
 }
 """What makes the tensors of a class; those of other classes are made as Llama's."""
 
@@ -147,7 +149,15 @@ def _llama_config(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-CONFIGURATIONS = {"OPTForCausalLM": _opt_config, "FalconForCausalLM": _falcon_config}
+def _vision_language_config(recipe: Recipe) -> dict[str, Any]:
+    return vision_language_config(_llama_config(recipe))
+
+
+CONFIGURATIONS = {
+    "OPTForCausalLM": _opt_config,
+    "FalconForCausalLM": _falcon_config,
+    **dict.fromkeys(LANGUAGE_CLASSES, _vision_language_config),
+}
 
 
 def config(recipe: Recipe) -> dict[str, Any]:

@@ -125,8 +125,11 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": "mistral3",
     "PhimoeForCausalLM": "phimoe",
     "Phi3ForCausalLM": "phi3",
+    "MiniCPMForCausalLM": "minicpm",
 }
-INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe", "bailingmoe", "olmo", "mistral3")
+INTERLEAVED = (
+    "llama", "bamboo", "arcee", "smollm3", "granite", "granitemoe", "bailingmoe", "olmo", "mistral3", "minicpm",
+)  # fmt: skip
 LAYER_NORM = ("falcon", "nemotron", "stablelm", "command-r", "cohere2", "gptneox", "starcoder2", "olmo")
 
 

@@ -71,6 +71,9 @@ MODEL_TYPES = {
     "GraniteMoeForCausalLM": "granitemoe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     "Gemma3ForConditionalGeneration": "gemma3",
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4ForConditionalGeneration": "gemma4",
@@ -678,6 +681,29 @@ RECIPES = {
                 "intermediate_size": 150, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
                 "routed_scaling_factor": 2.5, "score_function": "sigmoid", "norm_topk_prob": True, "use_bias": False,
                 "use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_theta": 6_000.0,
+            },
+        ),
+        Recipe(
+            "qwen2.5 vl", "Qwen2_5_VLForConditionalGeneration", "silu", 96, 200, 3, 4, 2, 24, vocabulary=389, bias=True,
+            dtype="BF16",
+            config={"rope_scaling": {"type": "mrope", "mrope_section": [4, 4, 4]}, "rope_theta": 5_000.0},
+        ),
+        Recipe(
+            "qwen3 vl", "Qwen3VLForConditionalGeneration", "silu", 128, 200, 3, 4, 2, 32, vocabulary=389, tied=True,
+            config={
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 6_000.0, "mrope_section": [6, 5, 5],
+                    "mrope_interleaved": True,
+                },
+            },
+        ),
+        Recipe(
+            "qwen3 vl moe", "Qwen3VLMoeForConditionalGeneration", "silu", 96, 64, 3, 3, 1, 32, vocabulary=389,
+            dtype="BF16", experts=9,
+            config={
+                "num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "intermediate_size": 777,
+                "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+                "rope_theta": 6_000.0,
             },
         ),
     )

@@ -69,6 +69,10 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
         "MistralConfig",
         "Qwen2Config",
         "Qwen3Config",
+        "Qwen2VLTextConfig",
+        "Qwen2_5_VLTextConfig",
+        "Qwen3VLTextConfig",
+        "Qwen3VLMoeTextConfig",
         "MixtralConfig",
         "Qwen3MoeConfig",
         "OPTConfig",
@@ -119,6 +123,8 @@ def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:
     theirs = {"head_dim": None, **GOLDEN_DEFAULTS[owner]}  # Qwen2's class leaves it to modeling_qwen2.py, which agrees
     if owner in ("GptOssConfig", "Ministral3Config"):
         theirs["rope_parameters"] = ours["rope_parameters"]  # __post_init__ fills them in
+    if "VL" in owner:  # the class of the whole model says it
+        theirs["tie_word_embeddings"] = False
     if owner == "Gemma4TextConfig":  # likewise; they are parameters of its __post_init__
         fields = ("rope_parameters", "global_head_dim", "num_global_key_value_heads", "per_layer_config")
         theirs |= {name: ours[name] for name in fields}

@@ -296,8 +296,8 @@ def _scales(metadata: Record, name: str, architecture: GgufArchitecture, head_wi
         return {}
 
     def factor(key: str, default: float) -> float:
-        field = f"{name}.{key}"
-        return metadata.number(field, MIN_SCALE, MAX_SCALE) if metadata.has(field) else default
+        field, is_required = f"{name}.{key}", key in architecture.required_scales
+        return metadata.number(field, MIN_SCALE, MAX_SCALE) if is_required or metadata.has(field) else default
 
     scores = factor("attention.scale", head_width**-0.5)
     return {

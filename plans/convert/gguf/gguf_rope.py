@@ -72,7 +72,10 @@ def with_positions_factor(
 
 
 def _original_tokens(metadata: Record, name: str) -> int:
-    return metadata.integer(f"{name}.rope.scaling.original_context_length", 1, MAX.context_tokens)
+    field, kind = (f"{name}.rope.scaling.{key}" for key in ("original_context_length", "type"))
+    if not metadata.has(field) and metadata.has(kind) and metadata.text(kind) == "longrope":
+        field = f"{name}.context_length"  # as llama.cpp's converter leaves it out for MiniCPM4
+    return metadata.integer(field, 1, MAX.context_tokens)
 
 
 def frequencies(
@@ -108,10 +111,10 @@ def rope_keys(metadata: Record, architecture: str, rules: GgufArchitecture) -> R
     rope: dict[str, Any] = {"rope_theta": number("freq_base", 10_000.0, 1.0, MAX_THETA)}
     field = f"{architecture}.rope.scaling.type"
     kind = metadata.text(field) if metadata.has(field) else "linear"
-    if kind not in ("none", "linear", "yarn"):
-        metadata.fail(field, f"{quoted(kind)} is not supported; none, linear and yarn are")
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        metadata.fail(field, f"{quoted(kind)} is not supported; none, linear, yarn and longrope are")
     factor = number("scaling.factor", 0.0, 0.0, 1e6) or number("scale_linear", 1.0, 1e-3, 1e6)
-    if kind != "none":
+    if kind in ("linear", "yarn"):  # the divisors of longrope are tensors
         rope["rope_scaling"] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         rope["rope_scaling"] |= _yarn(metadata, architecture, rules) | {"truncate": rules.rounds_yarn}
