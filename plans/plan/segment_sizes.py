@@ -204,7 +204,9 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
             predictor_bytes=manifest.files[PREDICTOR].bytes if shape.predicts and manifest.predictor else 0,
             embedding_rows=model.vocabulary if shape.embedding_on_flash else 0,
         ),
-        layouts.residency(clusters=manifest.clusters, participants=shape.workers + shape.prefill_threads),
+        layouts.residency(
+            clusters=manifest.clusters, ffns=model.ffns, participants=shape.workers + shape.prefill_threads
+        ),
         layouts.kv(
             position_words=row_bytes(shape.kv_type, model.position_elements) // KV_WORD_BYTES,
             sequences=shape.sequences,

@@ -15,7 +15,7 @@ def examples() -> tuple[Layout, ...]:
     return (
         fixed(file_bytes=100, predictor_bytes=50),
         slots(trigger_slots=3, trigger_slot_bytes=2816, value_slots=2, value_slot_bytes=8192),
-        residency(clusters=10, participants=3),
+        residency(clusters=10, ffns=2, participants=3),
         kv(position_words=16, sequences=2, context_tokens=8),
         exchange(
             tokens=2,

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+
 from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 
 REQUEST_ENTRIES = 16384
 """Length of a participant's request ring, a power of two: what a whole layer of a 7B model can miss."""
 MAX_SAMPLED_CLUSTERS = 512
 """Maximum of the clusters whose uses are counted."""
+STRIDES = 32
+"""Number of distances of these clusters that are compared."""
 REUSE_BUCKETS = 128
 """Number of the classes of gaps between two uses of a cluster (np_reuse in native/neuronpipe.h)."""
 PIN_STATE = 2
 """Word of the residency segment's `slots` line that has the state of the plan's pins."""
 
 
-def sampling_stride(clusters: int) -> int:
-    """Return the distance of the clusters whose uses are counted: the smallest odd number that leaves no more than
-    MAX_SAMPLED_CLUSTERS."""
-    return -(-clusters // MAX_SAMPLED_CLUSTERS) | 1
+@functools.lru_cache(maxsize=8)
+def sampling_stride(clusters: int, ffns: int) -> int:
+    """Return the distance of the clusters whose uses are counted.
+
+    It is an odd number that leaves no more than MAX_SAMPLED_CLUSTERS, and at least a quarter of them. Of some such
+    numbers it is the smallest whose clusters lie as evenly in the feed-forwards as those of any, since the first
+    clusters of a feed-forward are used most.
+
+    ffns: number of feed-forwards, all of which have equally many clusters
+    """
+    least = -(-clusters // MAX_SAMPLED_CLUSTERS) | 1
+    step = 2 * max(1, least // (2 * STRIDES))
+    return min(
+        range(least, 2 * least, step), key=lambda stride: round(_unevenness(stride, clusters, clusters // ffns), 2)
+    )
+
+
+def _unevenness(stride: int, clusters: int, of_ffn: int) -> float:
+    """Return the largest difference between the share of the sampled clusters that precede a place in their
+    feed-forward, and the share of all."""
+    places = sorted(cluster % of_ffn for cluster in range(0, clusters, stride))
+    return max(abs((number + 0.5) / len(places) - (place + 0.5) / of_ffn) for number, place in enumerate(places))
 
 
 def fixed(*, file_bytes: int, predictor_bytes: int, embedding_rows: int = 0) -> Layout:
@@ -63,17 +85,17 @@ def slots(*, trigger_slots: int, trigger_slot_bytes: int, value_slots: int, valu
     return fields.layout()
 
 
-def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_ENTRIES) -> Layout:
+def residency(*, clusters: int, ffns: int, participants: int, ring_entries: int = REQUEST_ENTRIES) -> Layout:
     """The residency entries of clusters, and the requests for them. clusters: clusters of all layers and experts, each
-    with an entry for either part; participants: workers with a read window and a request ring, decode workers first,
-    then prefill workers; ring_entries: length of a ring, a power of two. The last three fields count, in decode steps
-    of one token, how soon the triggers and the values of sampled clusters are used again (np_reuse in
-    native/neuronpipe.h)."""
+    with an entry for either part; ffns: feed-forwards that have these; participants: workers with a read window and a
+    request ring, decode workers first, then prefill workers; ring_entries: length of a ring, a power of two. The last
+    three fields count, in decode steps of one token, how soon the triggers and the values of sampled clusters are used
+    again (np_reuse in native/neuronpipe.h)."""
     lengths = {
         "clusters": clusters,
         "participants": participants,
         "ring_entries": ring_entries,
-        "sampled": -(-clusters // sampling_stride(clusters)),
+        "sampled": -(-clusters // sampling_stride(clusters, ffns)),
         "buckets": REUSE_BUCKETS,
     }
     fields = Fields("residency", 3, lengths)

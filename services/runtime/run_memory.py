@@ -124,7 +124,7 @@ class Epoch:
         ffi.memmove(self._claims, bytes(len(self._claims) * 4), len(self._claims) * 4)
 
 
-def native_reuse(clusters: int, memory: RunMemory) -> Any:
+def native_reuse(manifest: Manifest, memory: RunMemory) -> Any:
     """Return the `np_reuse *` of a run, for the clusters of a package. It is valid while the segments are mapped."""
     last_uses = ffi.from_buffer("uint32_t[]", memory.view("residency", "last_uses"))
     return ffi.new(
@@ -134,7 +134,7 @@ def native_reuse(clusters: int, memory: RunMemory) -> Any:
             "gaps": ffi.from_buffer("uint64_t[]", memory.view("residency", "use_gaps")),
             "steps": ffi.from_buffer("uint64_t[]", memory.view("residency", "used_steps")),
             "sampled": len(last_uses) // 2,
-            "stride": sampling_stride(clusters),
+            "stride": sampling_stride(manifest.clusters, manifest.model.ffns),
         },
     )
 

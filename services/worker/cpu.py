@@ -144,7 +144,7 @@ class CpuBackend:
             # A ring of spans has one writer; the other threads do the same work as the first.
             trace=self._trace.native if number == 0 else ffi.new("np_trace *"),
             activity=placement.activity,
-            reuse=None if self._alone else native_reuse(placement.job.package.manifest.clusters, memory),
+            reuse=None if self._alone else native_reuse(placement.job.package.manifest, memory),
         )
 
     def _engine_config(self, placement: Placement, stage: Layout) -> EngineConfig:

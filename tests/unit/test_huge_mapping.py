@@ -43,7 +43,7 @@ def test_memory_that_a_view_still_uses_is_not_unmapped(file: int) -> None:
 
 
 def test_a_segment_in_huge_pages_is_closed_like_any_other() -> None:
-    layout = layouts.residency(clusters=300_000, participants=3)
+    layout = layouts.residency(clusters=300_000, ffns=1, participants=3)
     with Segment.create(layout) as segment:
         with segment.map(writable=True, mapper=HugeMapping) as mapping:
             mapping.view("value_entries")[299_999] = 7

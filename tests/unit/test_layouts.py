@@ -53,7 +53,7 @@ def test_slots_lie_one_after_the_other() -> None:
 
 def test_a_fingerprint_tells_layouts_apart() -> None:
     made = [
-        layouts.residency(clusters=words, participants=participants).fingerprint
+        layouts.residency(clusters=words, ffns=1, participants=participants).fingerprint
         for words in (64, 65)
         for participants in (1, 2)
     ]

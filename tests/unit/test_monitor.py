@@ -182,7 +182,7 @@ def test_a_region_shows_what_is_in_memory_beside_what_is_reserved() -> None:
 
 
 def test_words_are_counted_by_state_and_layer() -> None:
-    layout = layouts.residency(clusters=8, participants=2)
+    layout = layouts.residency(clusters=8, ffns=1, participants=2)
     with Segment.create(layout) as segment, segment.map(writable=True) as mapping:
         triggers, values = mapping.view("trigger_entries"), mapping.view("value_entries")
         triggers[0], triggers[1], triggers[4] = PRESENT | PINNED | 1, PRESENT | 2, LOADING | 3

@@ -14,7 +14,7 @@ from neuronpipe.protocol.memory import segments
 from neuronpipe.protocol.memory.layout import Layout
 from neuronpipe.protocol.memory.segments import Segment
 
-LAYOUT = layouts.residency(clusters=1000, participants=3)
+LAYOUT = layouts.residency(clusters=1000, ffns=1, participants=3)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_what_one_process_writes_another_reads(segment: Segment) -> None:
     program = (
         "from neuronpipe.protocol import layouts\n"
         "from neuronpipe.protocol.memory.segments import Segment\n"
-        f"segment = Segment.attach(layouts.residency(clusters=1000, participants=3), {segment.fd})\n"
+        f"segment = Segment.attach(layouts.residency(clusters=1000, ffns=1, participants=3), {segment.fd})\n"
         "with segment.map(writable=True) as mapping:\n"
         "    mapping.view('value_entries')[999] = 7\n"
     )
@@ -42,7 +42,8 @@ def test_a_segment_is_opened_through_the_process_that_holds_it(segment: Segment)
         "import sys\n"
         "from neuronpipe.protocol import layouts\n"
         "from neuronpipe.protocol.memory.segments import Segment\n"
-        f"segment = Segment.open(layouts.residency(clusters=1000, participants=3), {os.getpid()}, {segment.fd})\n"
+        "layout = layouts.residency(clusters=1000, ffns=1, participants=3)\n"
+        f"segment = Segment.open(layout, {os.getpid()}, {segment.fd})\n"
         "with segment.map() as mapping:\n"
         "    print(mapping.view('arrivals')[0])\n"
     )
@@ -94,8 +95,11 @@ def test_a_segment_cannot_change_its_size(segment: Segment) -> None:
 @pytest.mark.parametrize(
     ("layout", "complaint"),
     [
-        (layouts.residency(clusters=1001, participants=3), "layout: found"),
-        (layouts.residency(clusters=9000, participants=3), f"total bytes: found {LAYOUT.total_bytes}, expected"),
+        (layouts.residency(clusters=1001, ffns=1, participants=3), "layout: found"),
+        (
+            layouts.residency(clusters=9000, ffns=1, participants=3),
+            f"total bytes: found {LAYOUT.total_bytes}, expected",
+        ),
         (layouts.board(processes=4, sequences=2), "kind: found 3, expected 6"),
     ],
 )

@@ -101,11 +101,22 @@ def test_older_counts_fade_and_newer_ones_stay() -> None:
     assert old.plus(new, max_steps=10_000).uses == old.uses + new.uses
 
 
-@pytest.mark.parametrize("clusters", [1, 688, 4096, 4097, 6144, 458_752, 1 << 25])
+@pytest.mark.parametrize("clusters", [1, 688, 4096, 4097, 6144, 458_752, 3_670_016, 1 << 25])
 def test_a_sample_has_a_bounded_size_and_an_odd_stride(clusters: int) -> None:
-    stride = sampling_stride(clusters)
+    stride = sampling_stride(clusters, 1)
     assert stride % 2 == 1
-    assert clusters / (stride + 2) < -(-clusters // stride) <= MAX_SAMPLED_CLUSTERS
+    assert min(clusters, MAX_SAMPLED_CLUSTERS // 4) <= -(-clusters // stride) <= MAX_SAMPLED_CLUSTERS
+
+
+@pytest.mark.parametrize(
+    ("ffns", "of_ffn"), [(256, 14336), (32, 14336), (24, 2752), (160, 896), (6144, 48), (1024, 55), (1024, 32768)]
+)
+def test_a_sample_has_as_many_hot_clusters_as_there_are(ffns: int, of_ffn: int) -> None:
+    """A 47B's had half of its clusters from the hottest twentieth of their experts, where half a stride was half a
+    feed-forward, so plans with counts expected half of the misses."""
+    places = np.arange(0, ffns * of_ffn, sampling_stride(ffns * of_ffn, ffns)) % of_ffn / of_ffn
+    for share in (0.04, 0.1, 0.25, 0.5, 0.75):
+        assert np.mean(places < share) == pytest.approx(share, abs=0.06)
 
 
 class Reuse:
