@@ -68,25 +68,22 @@ DENSE_NEURONS_MISSES: Points = (
     (1.0, 0.0),
 )
 DENSE = (MeasuredModel(1, 1.0, DENSE_NEURONS_MISSES), MeasuredModel(2, 1.0, DENSE_MISSES))
-# A 2B, of whose clusters a token accesses a twelfth, by simulating CLOCK on recorded accesses. Runs of `bench` missed
-# 0.55, 0.39, 0.26, 0.13, 0.064 and 0.024 with 15, 22, 30, 45, 60 and 75 % resident.
+# A 2B, of whose clusters a token accesses a twelfth, by runs of `bench` from 15 to 75 %.
 ROUTED_CLUSTERS_MISSES: Points = (
-    (0.113, 0.678),
-    (0.142, 0.604),
-    (0.17, 0.507),
-    (0.21, 0.426),
-    (0.25, 0.355),
-    (0.29, 0.297),
-    (0.37, 0.207),
-    (0.44, 0.151),
-    (0.52, 0.102),
-    (0.59, 0.07),
-    (0.67, 0.044),
-    (0.745, 0.026),
-    (0.85, 0.009),
+    (0.113, 0.65),
+    (0.15, 0.55),
+    (0.22, 0.39),
+    (0.3, 0.26),
+    (0.37, 0.19),
+    (0.45, 0.13),
+    (0.52, 0.094),
+    (0.6, 0.064),
+    (0.67, 0.041),
+    (0.75, 0.024),
+    (0.85, 0.008),
     (1.0, 0.0),
 )
-# The first one is a 47B, by a run.
+# The first one is the 47B.
 ROUTED = (
     MeasuredModel(1, 0.25, ASSUMED_ROUTED_MISSES[2:]),
     MeasuredModel(4, 0.25, ROUTED_CLUSTERS_MISSES, read=0.149),

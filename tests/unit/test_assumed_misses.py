@@ -28,19 +28,19 @@ def test_clusters_of_five_neurons_are_missed_as_a_run_missed_them(
 
 
 def test_the_models_that_were_measured_are_missed_as_they_were() -> None:
-    """Up to what lies between four times an octave for which a ranking knows misses. The 47B's run missed 0.035 at 55 %
-    in 32 tokens without a change of topic; its sequences have one in fifty."""
+    """Up to what lies between four times an octave for which a ranking knows misses. The 47B's runs missed 0.03 at 56 %,
+    and a plan that expected 0.053 was half as fast as they were."""
     assert assumed_miss_rate(DENSE, 0.13, 2, 0.5, 0.0) == pytest.approx(0.055, rel=0.15)
     for resident, missed in ROUTED_CLUSTERS_MISSES[1:-1]:
         assert assumed_miss_rate(MIXTURE, 0.149, 4, resident, 0.0) == pytest.approx(missed, abs=0.02)
-    assert assumed_miss_rate(MIXTURE, 0.13, 1, 0.55, 0.0) == pytest.approx(0.053, rel=0.15)
+    assert assumed_miss_rate(MIXTURE, 0.13, 1, 0.56, 0.0) == pytest.approx(0.03, rel=0.15)
     assert assumed_miss_rate(DENSE, 0.13, 1, 0.5, 0.0) == pytest.approx(0.038, rel=0.15)
 
 
 def test_more_memory_never_misses_more() -> None:
     for rates, neurons in itertools.product((DENSE, MIXTURE), (1, 2, 5)):
         missed = [assumed_miss_rate(rates, 0.13, neurons, n / 50, 0.0) for n in range(51)]
-        assert missed == sorted(missed, reverse=True)
+        assert all(more <= less + 1e-12 for less, more in itertools.pairwise(missed))
         assert (missed[0], missed[-1]) == (pytest.approx(1.0), 0.0)
 
 
@@ -76,12 +76,12 @@ def test_neurons_that_nearly_always_fire_do_so_in_a_sparser_model_too() -> None:
 
 
 def test_several_sequences_do_not_miss_all_as_soon_as_a_step_is_half_of_what_is_resident() -> None:
-    """CLOCK on generated sequences missed 0.28, 0.51 and 0.51 of what four accessed (a 7B and a 2B mixture)."""
+    """CLOCK on generated sequences missed 0.28, 0.48 and 0.5 of what four accessed (a 7B and a 2B mixture)."""
     exact = dataclasses.replace(DENSE, value_read=0.125, curve=assumed_curve(0.125))
     assert assumed_accesses(exact, 0.125, 1, 0.315, 0.05, 4).miss_rate == pytest.approx(0.28, rel=0.15)
     mixture = dataclasses.replace(exact, chosen=0.25)
-    assert assumed_accesses(mixture, 0.125, 4, 0.315, 0.0, 4).miss_rate == pytest.approx(0.507, rel=0.1)
-    assert assumed_accesses(MIXTURE, 0.13, 4, 0.291, 0.0, 4).miss_rate == pytest.approx(0.506, rel=0.1)
+    assert assumed_accesses(mixture, 0.125, 4, 0.315, 0.0, 4).miss_rate == pytest.approx(0.477, rel=0.1)
+    assert assumed_accesses(MIXTURE, 0.13, 4, 0.291, 0.0, 4).miss_rate == pytest.approx(0.496, rel=0.1)
 
 
 def test_experts_that_compute_every_token_are_not_missed() -> None:

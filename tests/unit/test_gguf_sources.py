@@ -79,7 +79,7 @@ def test_what_a_file_says_is_quoted_in_part(change: dict[str, Any], tmp_path: Pa
 
 METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"llama.expert_count": 8}, r"llama\.expert_used_count: missing"),
-    "longrope": ({"llama.rope.scaling.type": "longrope"}, r"llama\.rope\.scaling\.type: 'longrope' is not supported"),
+    "longrope": ({"llama.rope.scaling.type": "longrope"}, r"llama\.rope\.scaling\.type: 'longrope' needs the tensors"),
     "partial rotation": (
         {"llama.rope.dimension_count": 16},
         r"rope\.dimension_count: differs from the width of a head",

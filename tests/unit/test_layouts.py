@@ -10,7 +10,7 @@ from neuronpipe.protocol.memory.layout import LINE_BYTES, LINE_WORDS, PAGE_BYTES
 
 length = st.integers(1, 100)
 some_layout = st.one_of(
-    st.builds(layouts.residency, clusters=length, participants=length, ring_entries=length),
+    st.builds(layouts.residency, clusters=length, ffns=st.just(1), participants=length, ring_entries=length),
     st.builds(layouts.board, processes=length, sequences=length),
     st.builds(layouts.kv, position_words=length, sequences=length, context_tokens=length),
     st.builds(

@@ -22,6 +22,7 @@ from neuronpipe.plans.lab.synth import activation_rates as firing
 from neuronpipe.plans.lab.synth import codes
 from neuronpipe.plans.lab.synth import synthesize as make
 from neuronpipe.plans.lab.synth.directions import Directions
+from neuronpipe.plans.lab.synth.measured_mixture import measure_mixture
 from neuronpipe.plans.lab.synth.measured_statistics import measure, render
 from neuronpipe.plans.lab.synth.routing import ROUTINGS, Routing, frequencies, routing_of
 from neuronpipe.plans.lab.synth.shapes import SHAPES, coordinates, rank_of
@@ -252,7 +253,7 @@ def test_a_token_chooses_the_experts_of_the_one_before_as_often_as_stated(
     routed: dict[str, dict[str, Any]],
 ) -> None:
     assert routed["smallthinker-100m"]["repeated_1"] == pytest.approx(0.42, abs=0.05)
-    assert routed["qwen3-moe-100m"]["repeated_1"] == pytest.approx(0.47, abs=0.05)  # 8 of 128: 0.40
+    assert routed["qwen3-moe-100m"]["repeated_1"] == pytest.approx(0.42, abs=0.05)  # 8 of 128: 0.35
     for mean in routed.values():
         assert mean["repeated_10"] < mean["repeated_1"]
 
@@ -270,7 +271,7 @@ def test_the_more_a_router_reads_of_the_tokens_code_the_less_a_choice_repeats(
     assert repeated[-1] == pytest.approx(4 / 32, abs=0.03)  # what chance gives
 
 
-MANY_EXPERTS = replace(four_layers(SHAPES["qwen3-moe-100m"]), experts=64, layer_kinds=(LayerKind(3),), vocabulary=1500)
+MANY_EXPERTS = replace(four_layers(SHAPES["qwen3-moe-100m"]), experts=64, layer_kinds=(LayerKind(3),), vocabulary=3000)
 
 
 @pytest.fixture(scope="module")
@@ -531,3 +532,18 @@ def test_the_commands_make_measure_and_profile_a_package(
     page = capsys.readouterr().out
     assert "Predictor of" in page
     assert "pessimistic  tokens     600 to 799" in page
+
+
+def test_experts_of_texts_far_from_the_calibration_repeat_no_more(tmp_path: Path) -> None:
+    """A 47B's routers chose 39 % of the experts of the calibration's text again for the next token, but 55 % elsewhere,
+    so that runs missed half of what recorded tokens miss."""
+    model = replace(SHAPES["turbosparse-mixtral-47b"], neurons=128, vocabulary=16_000, layer_kinds=(LayerKind(12),))
+    package = synthesize("m", model, tmp_path / "package")
+    assert package.manifest.workload is not None
+    first, tokens = package.manifest.workload.presets["default"]
+    repeated = [
+        measure_mixture(package, "default", start, 96, 0)["mean"]["repeated_1"]
+        for start in range(first, first + tokens - 96, 800)
+    ]
+    assert repeated[0] == pytest.approx(0.4, abs=0.03)
+    assert 0.35 < np.mean(repeated[1:]) < 0.43  # as published

@@ -82,6 +82,9 @@ def frequencies(
     metadata: Record, name: str, architecture: GgufArchitecture, model: ModelSpec, inventory: Inventory
 ) -> NDArray[np.float32]:
     """Return the table of inverse frequencies. Files of Llama 3 and Phi have their scaling as tensors of divisors."""
+    kind = f"{name}.rope.scaling.type"
+    if metadata.has(kind) and metadata.text(kind) == "longrope" and not (inventory.has(SHORT) and inventory.has(LONG)):
+        metadata.fail(kind, f"'longrope' needs the tensors {SHORT} and {LONG}")
     if model.latent_width:
         return scaled_frequencies(rope_keys(metadata, name, architecture), model.rotary_width)
     rotated = rotated_width(metadata, name, model)

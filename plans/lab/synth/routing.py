@@ -48,6 +48,9 @@ class Routing:
 
 
 MOVING = 16  # number of directions of the outputs of layers that a router reads
+# They are combinations of as many principal components of how outputs move. In the others the topics of the calibration
+# tokens differ little by chance: a router would choose the same experts for most tokens of another topic.
+COMPONENTS = 32
 MAX_WRITTEN = 0.5  # their maximal share of a router's variance, of what is not the experts' own
 RIDGE = 0.01  # excludes directions with little variance
 
@@ -112,10 +115,12 @@ def _what_moves(places: Coordinates, read: Array, before: Array) -> tuple[NDArra
     to unit variance of `read`, and the mean variance of the difference."""
     written = slice(places.attention.start, places.feed_forward.stop)
     now, step = read[:, written].astype(np.float64), (read - before)[:, written].astype(np.float64)
+    components = np.linalg.svd(step - step.mean(axis=0), full_matrices=False)[2][:COMPONENTS].T
+    now, step = now @ components, step @ components
     covariance = np.cov(now.T)
     covariance += np.eye(len(covariance)) * (RIDGE * np.trace(covariance) / len(covariance))
     white = np.linalg.inv(np.linalg.cholesky(covariance))
     moved, turn = np.linalg.eigh(white @ np.cov(step.T) @ white.T)
     directions = np.zeros((read.shape[1], MOVING))
-    directions[written] = white.T @ turn[:, -MOVING:]
+    directions[written] = components @ white.T @ turn[:, -MOVING:]
     return directions, float(moved[-MOVING:].mean())
