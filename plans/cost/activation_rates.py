@@ -49,19 +49,18 @@ MAX_MOVED, BISECTIONS = 6.0, 50  # of thresholds, in standard deviations
 # Assumed miss rates of CLOCK by resident share, for packages without a profile. This curve is for bundles of a dense
 # model, by simulation (plans/lab/simulate).
 ASSUMED_MISSES: Points = ((0.0, 1.0), (0.1, 0.45), (0.25, 0.125), (0.5, 0.04), (0.75, 0.014), (1.0, 0.0))
-# Assumed miss rates of bundles of experts, by resident share: by runs of a 47B from 15 to 56 %, and by the gaps between
-# its uses; else by simulation.
+# Assumed miss rates of bundles of experts, by resident share: by runs of a 47B from 15 to 56 %, else by simulation.
 ASSUMED_ROUTED_MISSES: Points = (
     (0.0, 1.0),
     (0.032, 1.0),
     (0.05, 0.68),
-    (0.08, 0.46),
+    (0.08, 0.475),
     (0.15, 0.264),
     (0.27, 0.119),
     (0.3, 0.108),
     (0.43, 0.06),
     (0.56, 0.03),
-    (0.66, 0.021),
+    (0.66, 0.0225),
     (0.75, 0.014),
     (1.0, 0.0),
 )
