@@ -22,6 +22,7 @@ from tests.conformance.test_gguf_conversion import same_weights
 from tests.conformance.vision_language import LANGUAGE_CLASSES
 
 Converted = Callable[[str, str], Package]
+TOWER = ("BF16", (4,), bytes(8))  # a tensor of what sees, which is left out
 
 
 def language_recipe(name: str) -> Recipe:
@@ -66,6 +67,11 @@ def test_a_file_as_qwen2_vl_was_published_has_no_part_for_language(tmp_path: Pat
     text = json.loads((source / "config.json").read_text())
     changes = {"architectures": [recipe.architecture], "model_type": "qwen2_vl", "vision_config": {"depth": 1}}
     (source / "config.json").write_text(json.dumps({**text, **changes}))
+    stored = {
+        name: ("BF16", values.shape, bfloat16_bits(values).tobytes())
+        for name, values in llama_tensors(language_recipe("qwen2.5 vl"))
+    }
+    write_safetensors(source / "model.safetensors", {**stored, "visual.merger.mlp.0.weight": TOWER})
     package, expected = convert(source, tmp_path / "p", quantization="f16"), converted("qwen2.5 vl", "f16")
     assert package.manifest.model == expected.manifest.model
     assert same_weights(package, expected)
@@ -81,10 +87,17 @@ def test_experts_one_by_one_are_the_same_package(tmp_path: Path, converted: Conv
         name.replace("model.", "model.language_model.", 1): ("BF16", array.shape, bfloat16_bits(array).tobytes())
         for name, array in llama_tensors(language_recipe("qwen3 vl moe"))
     }
-    write_safetensors(source / "model.safetensors", one_by_one)
+    write_safetensors(source / "model.safetensors", {**one_by_one, "model.visual.merger.norm.weight": TOWER})
     package, expected = convert(source, tmp_path / "p", quantization="f16"), converted("qwen3 vl moe", "f16")
     assert package.manifest.model == expected.manifest.model
     assert same_weights(package, expected)
+
+
+def test_a_tensor_that_belongs_to_no_tower_is_refused(tmp_path: Path) -> None:
+    recipe = RECIPES["qwen3 vl"]
+    source = write_checkpoint(tmp_path / "model", recipe, {"model.hearing.weight": np.ones(4, np.float32)})
+    with pytest.raises(UserError, match=r"model\.hearing\.weight"):
+        convert(source, tmp_path / "p", quantization="q8")
 
 
 def test_experts_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
