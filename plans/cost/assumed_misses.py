@@ -68,20 +68,19 @@ DENSE_NEURONS_MISSES: Points = (
     (1.0, 0.0),
 )
 DENSE = (MeasuredModel(1, 1.0, DENSE_NEURONS_MISSES), MeasuredModel(2, 1.0, DENSE_MISSES))
-# A 2B, of whose clusters a token accesses a twelfth, by runs of `bench` with 15, 22, 30, 45, 60 and 75 % resident. The
-# other points are simulated ones, times what runs missed of those beside them.
+# A 2B, of whose clusters a token accesses a twelfth, by runs of `bench` from 15 to 75 %, else by simulation.
 ROUTED_CLUSTERS_MISSES: Points = (
-    (0.113, 0.65),
-    (0.15, 0.55),
-    (0.22, 0.39),
-    (0.3, 0.26),
-    (0.37, 0.19),
-    (0.45, 0.13),
-    (0.52, 0.094),
-    (0.6, 0.064),
-    (0.67, 0.041),
-    (0.75, 0.024),
-    (0.85, 0.011),
+    (0.113, 0.677),
+    (0.15, 0.583),
+    (0.22, 0.424),
+    (0.3, 0.289),
+    (0.37, 0.212),
+    (0.45, 0.147),
+    (0.52, 0.106),
+    (0.6, 0.07),
+    (0.67, 0.0465),
+    (0.75, 0.0266),
+    (0.85, 0.012),
     (1.0, 0.0),
 )
 # The first one is the 47B.

@@ -32,8 +32,9 @@ Mask = NDArray[np.bool_]
 MAX_SAMPLED = 49152  # neurons of all layers together
 RECALL = 0.95
 # Share of the variance of states that is common to all tokens of a sequence, by family, in place of that of a preset.
-# Attention adds to the preset's. With it, clusters of a 2B and of a 47B miss within a sixth of what runs missed with 15
-# to 60 % resident: 55, 39, 26, 13 and 6.4 % (2B, 15, 22, 30, 45, 60 %), 26, 11, 6.0 and 3.0 % (47B, 15, 30, 43, 56 %).
+# Attention adds to the preset's. So CLOCK misses 58, 29, 15 and 7.7 % of a 2B's clusters with 15, 30, 45 and 60 %
+# resident, and 26, 12, 6.7 and 3.8 % of a 47B's with 15, 30, 43 and 56 %; runs missed 58, 29, 15 and 7.0, and 26, 11,
+# 6.0 and 3.0 %.
 STEADY_SHARES = {"llama": 0.25}
 FITTED_TOKENS, BISECTIONS, MAX_BISECTED = 24, 14, 16.0
 NOISE = Preset(a=0.0, b=0.6, rb=0.97, re=0.4, pj=0.02, keep=0.0)  # a predictor's error
