@@ -536,7 +536,7 @@ def test_the_commands_make_measure_and_profile_a_package(
 
 def test_experts_of_texts_far_from_the_calibration_repeat_no_more(tmp_path: Path) -> None:
     """A 47B's routers chose 39 % of the experts of the calibration's text again for the next token, but 55 % elsewhere,
-    so that runs missed half of what recorded tokens miss."""
+    so that runs missed 2.6 instead of 3.0 % with 56 % resident."""
     model = replace(SHAPES["turbosparse-mixtral-47b"], neurons=128, vocabulary=16_000, layer_kinds=(LayerKind(12),))
     package = synthesize("m", model, tmp_path / "package")
     assert package.manifest.workload is not None
