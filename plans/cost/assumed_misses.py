@@ -43,31 +43,37 @@ class MeasuredModel:
     read: float = ASSUMED_PREDICTED * ASSUMED_FIRED
 
 
-# A 1B, of whose clusters a token accesses a fifth. With 50 and 75 % resident by runs (5.6 and 1.4 %), with 30 and 55 %
-# by simulating CLOCK on recorded accesses (tests/bench/results, cache policies), below on generated accesses.
+# A 1B, of whose clusters a token accesses a fifth, by runs of `bench` from 25 to 85 %, below by simulating CLOCK on
+# generated accesses (tests/bench/results, bundles and their reads).
 DENSE_MISSES: Points = (
     (0.22, 0.27),
-    (0.27, 0.2),
-    (0.3, 0.153),
-    (0.5, 0.055),
-    (0.55, 0.036),
-    (0.75, 0.014),
+    (0.242, 0.241),
+    (0.29, 0.173),
+    (0.34, 0.129),
+    (0.39, 0.0945),
+    (0.435, 0.0725),
+    (0.485, 0.0552),
+    (0.535, 0.0425),
+    (0.58, 0.0327),
+    (0.65, 0.0217),
+    (0.73, 0.0128),
+    (0.84, 0.0045),
     (1.0, 0.0),
 )
-# A 7B, of whose clusters a token accesses an eighth, by simulating CLOCK on generated accesses. Published are 5 % with
-# half resident.
+# A 7B, of whose clusters a token accesses an eighth, by runs of `bench` from 18 to 75 %, below by simulating CLOCK on
+# generated accesses.
 DENSE_NEURONS_MISSES: Points = (
     (0.14, 0.266),
-    (0.17, 0.222),
-    (0.2, 0.159),
-    (0.25, 0.115),
-    (0.3, 0.087),
-    (0.4, 0.055),
-    (0.5, 0.038),
-    (0.75, 0.014),
+    (0.175, 0.205),
+    (0.24, 0.108),
+    (0.29, 0.077),
+    (0.39, 0.044),
+    (0.485, 0.0267),
+    (0.58, 0.0155),
+    (0.725, 0.0047),
     (1.0, 0.0),
 )
-DENSE = (MeasuredModel(1, 1.0, DENSE_NEURONS_MISSES), MeasuredModel(2, 1.0, DENSE_MISSES))
+DENSE = (MeasuredModel(1, 1.0, DENSE_NEURONS_MISSES), MeasuredModel(2, 1.0, DENSE_MISSES, read=0.135))
 # A 2B, of whose clusters a token accesses a twelfth, by runs of `bench` from 15 to 75 %, else by simulation.
 ROUTED_CLUSTERS_MISSES: Points = (
     (0.113, 0.677),

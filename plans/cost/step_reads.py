@@ -8,17 +8,21 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Compute, Flash, Memory
 from neuronpipe.protocol.frozen import frozen
 
-# Value parts that are read alone, for each missed bundle: both parts are read together but evicted separately, the
-# value part sooner if the neuron was predicted and not active. Measured: 0.15 to 0.29 (1B and 7B, 40 to 75 % resident).
-VALUES_ALONE = 0.2
+# Value parts that are read alone, for each missed bundle: both parts are read together but evicted separately. About as
+# many missed bundles find their value part, and read the trigger part alone. Counted in runs of a 1B and of a mixture
+# of 2B: 0.09 to 0.11 with 25 % resident, 0.22 to 0.24 with 75 %.
+VALUES_ALONE, VALUES_ALONE_OF_RESIDENT = 0.05, 0.23
+# Misses of a mixture's token are denser than if they were spread over all of its experts, since those of an expert that
+# was not used lately come together: with few misses by this factor. Counted in the same runs: 2.0 to 2.3.
+DENSITY_IN_EXPERTS = 2.0
 
 
 @frozen
 class ReadOrder:
     """The reads that one plan issues in decode steps.
 
-    Misses and numbers of clusters, `among`, are those of a layer or of a whole step. Results are (reads, bytes). All
-    are means.
+    `misses` and `among`, the clusters that tokens may access, are those of a layer or of a whole step. Results are
+    (reads, bytes). All are means.
     """
 
     manifest: Manifest
@@ -43,16 +47,24 @@ class ReadOrder:
 
     def first(self, misses: float, among: float) -> tuple[float, float]:
         """Return the reads for missing triggers, or for missing clusters if both parts are read together."""
-        layout, clusters = self.manifest.layout, misses if self.in_order else among
+        layout, clusters = self.manifest.layout, misses if self.in_order else self._missing_among(misses, among)
         if not self.flash.bundle:
             return self._joined(misses, clusters, layout.trigger_part_bytes)
         reads, read_bytes = self._joined(misses, clusters, layout.cluster_stride_bytes)
-        alone = 0.0 if self.in_order else misses * VALUES_ALONE
-        return reads + alone, read_bytes + alone * layout.value_part_bytes
+        resident_share = self.memory.value_slots / self.manifest.clusters
+        alone = 0.0 if self.in_order else VALUES_ALONE + VALUES_ALONE_OF_RESIDENT * min(1.0, resident_share)
+        return reads + misses * alone, read_bytes
 
     def values(self, misses: float, among: float) -> tuple[float, float]:
         """Return the reads for missing values that are read apart from triggers."""
-        return self._joined(misses, among, self.manifest.layout.value_read_bytes(moved=self.memory.are_scales_moved))
+        size_bytes = self.manifest.layout.value_read_bytes(moved=self.memory.are_scales_moved)
+        return self._joined(misses, self._missing_among(misses, among), size_bytes)
+
+    def _missing_among(self, misses: float, clusters: float) -> float:
+        """Return the number of clusters, of those that tokens may access, among which these misses are."""
+        if self.manifest.model.experts == 1 or not misses:
+            return clusters
+        return misses / (1 - (1 - min(1.0, misses / clusters)) ** DENSITY_IN_EXPERTS)
 
     def _joined(self, misses: float, among: float, part_bytes: int) -> tuple[float, float]:
         return joined_reads(misses, among, part_bytes, self.manifest.layout.cluster_stride_bytes, self.flash)

@@ -18,7 +18,7 @@ from typing import Any
 from neuronpipe.plans.cost.accelerator_cost import AcceleratorCost
 from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.cost.cluster_ranking import occupied_slots
-from neuronpipe.plans.cost.expected_misses import PartAccesses, ResidentSlots, part_accesses
+from neuronpipe.plans.cost.expected_misses import PartAccesses, ResidentSlots, accessed_by_any, part_accesses
 from neuronpipe.plans.cost.io_wait import IoWait, IssueTime, Reads, embedding_ms
 from neuronpipe.plans.cost.prompt_time import between_products_ms, products_ms
 from neuronpipe.plans.cost.step_bytes import StepBytes
@@ -233,7 +233,9 @@ class _RunCost:
         triggers, values = self._triggers(batch, blocks), self._values(batch, self.rates.value_read, blocks)
         looked_up = [triggers] if reads_whole(self.compute, self.flash) else [triggers, values]
         misses, accesses = sum(part.misses for part in looked_up), sum(part.accesses for part in looked_up)
-        flash_reads = self._step_reads(triggers, values, work.attention_ms, summed(work.neurons_ms, work.waited_ms))
+        flash_reads = self._step_reads(
+            batch, triggers, values, work.attention_ms, summed(work.neurons_ms, work.waited_ms)
+        )
         reads, read_bytes = sum(group.reads for group in flash_reads), sum(group.read_bytes for group in flash_reads)
         return _Step(
             sequential_bytes=work.sequential_bytes,
@@ -290,14 +292,19 @@ class _RunCost:
         return StepBytes(self.manifest, self.rates, self.compute, self.memory)
 
     def _step_reads(
-        self, triggers: PartAccesses, values: PartAccesses, attention_ms: float | None, neurons_ms: float | None
+        self,
+        batch: int,
+        triggers: PartAccesses,
+        values: PartAccesses,
+        attention_ms: float | None,
+        neurons_ms: float | None,
     ) -> list[Reads]:
         """Return the reads of a decode step, by when they are issued.
 
         attention_ms: time outside feed-forwards; it overlaps with reads that do not depend on the layer's attention
         neurons_ms: time of the feed-forwards
         """
-        order, among = self._read_order, self.rates.chosen * self.manifest.clusters
+        order, among = self._read_order, self.manifest.clusters * accessed_by_any(self.manifest, self.rates, 1.0, batch)
         issue_time, hidden_ms = order.first_issued, neurons_ms
         if issue_time == IssueTime.AHEAD or order.before_attention:
             hidden_ms = summed(attention_ms, neurons_ms)

@@ -26,12 +26,12 @@ from neuronpipe.protocol.frozen import frozen
 
 # Assumed processor time of the loader: to submit and reap a read, and to check and copy its bytes.
 ASSUMED_READ_US = 6.0
-ASSUMED_READ_US_PER_KIB = 0.25
+ASSUMED_READ_US_PER_KIB = 0.15
 # Assumed of a run if only kernels were measured: time of a step relative to its kernels, with several workers and with
-# one (measured: 1.10 to 1.39 on three machines); processor time of a read relative to one in a large group (3 to 4);
-# and the delay of a read.
+# one (measured: 1.10 to 1.39 on three machines); processor time to submit and reap a read relative to one in a large
+# group (by the speeds of runs of four packages with the loader on a worker's core); and the delay of a read.
 ASSUMED_STEP_FACTOR, ASSUMED_STEP_FACTOR_OF_ONE = 1.3, 1.1
-ASSUMED_READ_FACTOR, ASSUMED_READ_DELAY_US = 3.0, 200.0
+ASSUMED_READ_FACTOR, ASSUMED_READ_DELAY_US = 1.5, 200.0
 # Products of a prompt, tokens x weights, for each core: cores of a server were measured at 150 to 390 G
 # (tests/bench/results, kernels), a phone's mid core would reach 48 G (plans/lab/devices).
 ASSUMED_TOKEN_WEIGHTS_PER_S = 50e9
@@ -245,14 +245,14 @@ class WorkCost:
         return max(flash_ms, self._read_cpu_ms(size_bytes, at_once, in_groups=in_groups))
 
     def _read_cpu_ms(self, size_bytes: float, at_once: float, *, in_groups: bool = False) -> float:
+        factor = 1.0
+        if not in_groups:
+            measured = self._measured(lambda profile: profile.read_factor(self.workers))
+            factor = measured or (ASSUMED_READ_FACTOR if self._no_run_measured else 1.0)
         if self.profile is None or self.profile.flash is None or not self.profile.flash.costs:
-            alone_us = self._assumed_submit_us() + ASSUMED_READ_US_PER_KIB * size_bytes / 1024
-        else:
-            alone_us = self.profile.read_cpu_us(int(size_bytes), at_once)
-        if in_groups:
-            return alone_us / 1e3
-        measured = self._measured(lambda profile: profile.read_factor(self.workers))
-        return (measured or (ASSUMED_READ_FACTOR if self._no_run_measured else 1.0)) * alone_us / 1e3
+            copied_us = ASSUMED_READ_US_PER_KIB * size_bytes / 1024  # the same in a run
+            return (factor * self._assumed_submit_us() + copied_us) / 1e3
+        return factor * self.profile.read_cpu_us(int(size_bytes), at_once) / 1e3
 
     def _assumed_submit_us(self) -> float:
         """Return the assumed processor time to submit and reap a read.

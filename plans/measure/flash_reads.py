@@ -105,7 +105,7 @@ def measure_reads(
     """
     reader = open_reader(path, max(case.depth for case in cases))
     allowed = os.sched_getaffinity(0)
-    memory = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(case.request_bytes * case.depth for case in cases)))
+    memory = read_buffers(reader, max(case.request_bytes * case.depth for case in cases))
 
     def measure_case(case: ReadCase) -> float:
         if case.core is not None:
@@ -152,6 +152,20 @@ def open_reader(path: Path, depth: int) -> Any:
     return reader
 
 
+def read_buffers(reader: Any, size_bytes: int) -> Any:
+    """Return touched memory for reads, as the loader's staging is: in huge pages if possible, and registered.
+
+    The storage of a virtual machine was 1.4 times as fast into huge pages.
+    """
+    mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = ffi.from_buffer("uint8_t[]", mapped)
+    lib.np_memory_advise_huge(memory, size_bytes)
+    for offset in range(0, size_bytes, mmap.PAGESIZE):
+        mapped[offset] = 1
+    lib.np_reader_register(reader, memory, size_bytes)
+    return memory
+
+
 def io_uring_allowed(path: Path) -> bool:
     """Return True if this process can read `path` through io_uring, which app sandboxes forbid."""
     error = ffi.new("int *")
@@ -175,7 +189,7 @@ def measure_curve(path: Path, *, brief: bool) -> FlashCurve | None:
     points = tuple((size, depth) for size, depth in points if MIN_PLACES * size <= file_bytes)
     reader = open_reader(path, max(depth for _, depth in points))
     try:
-        memory = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(size * depth for size, depth in points)))
+        memory = read_buffers(reader, max(size * depth for size, depth in points))
         round_s = budget_s / len(points) / ROUNDS
         rounds = repeat_points(points, lambda size, depth: _measure_point(reader, path, memory, size, depth, round_s))
         return FlashCurve(

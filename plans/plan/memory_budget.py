@@ -188,7 +188,7 @@ def peak_bytes(manifest: Manifest, plan: Plan, *, sequences: int, sequence_token
     """Return the expected peak memory, in bytes, of a run with this plan.
 
     Pages of the KV cache and of a prompt's stage count if they were written, or borrowed for slots. Memory of grammars
-    counts as if it were used.
+    counts if slots borrow it.
 
     sequences: maximum of sequences at the same time
     sequence_tokens: length of the longest sequence
@@ -197,7 +197,6 @@ def peak_bytes(manifest: Manifest, plan: Plan, *, sequences: int, sequence_token
     borrowable = BorrowableMemory.of(manifest, plan.compute, plan.memory)
     unborrowable_bytes = plan.memory.total_bytes() - borrowable.total_bytes
     if not plan.memory.has_borrowed_slots:
-        unborrowable_bytes += borrowable.grammars_bytes
         return unborrowable_bytes + _used_bytes(manifest, plan, sequences, sequence_tokens, prompt_tokens)
     stage_tokens = borrowable.stage_tokens(prompt_tokens)
     reserved_bytes = borrowable.reserved_bytes([sequence_tokens] * min(sequences, plan.compute.sequences), stage_tokens)

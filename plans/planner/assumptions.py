@@ -81,9 +81,8 @@ def _of_device(curve: FlashCurve | None, speed: MemorySpeed | None, profile: Dev
     elif profile.decode and not profile.steps:  # as measured at a start
         yield (
             f"assumed, without a device profile: a step takes {ASSUMED_STEP_FACTOR:g} times as long as its kernels, a "
-            f"read {ASSUMED_READ_FACTOR * ASSUMED_READ_US:g} us and {ASSUMED_READ_FACTOR * ASSUMED_READ_US_PER_KIB:g} "
-            f"us for each KiB of a processor, and is {ASSUMED_READ_DELAY_US:g} us late; `neuronpipe profile device` "
-            "measures these"
+            f"read {ASSUMED_READ_FACTOR * ASSUMED_READ_US:g} us and {ASSUMED_READ_US_PER_KIB:g} us for each KiB of a "
+            f"processor, and is {ASSUMED_READ_DELAY_US:g} us late; `neuronpipe profile device` measures these"
         )
     missing = [name for name, figure in (("flash", curve), ("memory", speed)) if figure is None]
     if missing:

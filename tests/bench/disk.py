@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import statistics
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.measure.flash_reads import read_buffers
 
 KIB = 1 << 10
 SIZES_BYTES = (4 * KIB, 8 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
@@ -77,7 +77,7 @@ def reader_bytes_per_s(path: Path, size_bytes: int, depth: int, seconds: int) ->
 
 
 def _fill_and_reap(reader: Any, path: Path, size_bytes: int, depth: int, seconds: int) -> float:
-    memory = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, size_bytes * depth))
+    memory = read_buffers(reader, size_bytes * depth)
     slots = np.arange(depth, dtype=np.uint64)
     addresses = slots * np.uint64(size_bytes) + np.uint64(int(ffi.cast("uintptr_t", memory)))
     places = np.random.default_rng().integers(path.stat().st_size // size_bytes, size=1 << 20, dtype=np.uint64)
