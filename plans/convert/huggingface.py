@@ -82,7 +82,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         unused = f"{names.output}.weight" if model.tied_embeddings else "(?!)"
         left_out = [re.escape(names.layer.format(model.layers + n)) for n in range(_extra_layers(config, architecture))]
         unused = "|".join([unused, HARMLESS if is_fp8 else "(?!)", *(f"{layer}.*" for layer in left_out)])
-        inventory.refuse_leftovers(re.compile(f"{architecture.harmless}|{unused}"))
+        left_out_notes = inventory.refuse_leftovers(re.compile(f"{architecture.harmless}|{unused}"))
         tokenizer = read_tokenizer(options.tokenizer or path / "tokenizer.json", model.vocabulary)
         template = huggingface_template(path, options.chat_template)
         facts = examined(template, options.examine_template, options.chat_template)
@@ -92,7 +92,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
             ends=_ends(path, ends, model.vocabulary, facts.closing, tokenizer),
             tokenizer=tokenizer,
             chat_template=template,
-            notes=facts.notes(template),
+            notes=(*facts.notes(template), *left_out_notes),
             inverse_frequency=frequencies,
             local_inverse_frequency=local,
             matrices=matrices,

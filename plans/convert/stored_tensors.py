@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from pathlib import Path
@@ -216,6 +217,10 @@ class ReorderedColumns(StoredMatrix):
         return blocks[:, self.column_order[::weights] // weights].reshape(len(rows), -1)
 
 
+WHOLE_MODEL = ("model", "language_model")  # words before the name of a part
+OUTPUTS = ("lm_head", "output")  # left out if the embedding is also the output
+MAX_NAMED_PARTS = 4
+
 OpenFile = Callable[[Path], SourceFile]
 """Opens a file of weights: `SourceFile` for files on this disk, or a function for files that are downloaded."""
 
@@ -303,10 +308,26 @@ class Inventory:
         shape = self.shape(name)
         return self.take(name, shape[0] if shape else 0, columns)
 
-    def refuse_leftovers(self, harmless: re.Pattern[str]) -> None:
-        """Raise UserError if a tensor was not used and its name does not match `harmless`."""
-        for name in self._tensors:
-            if name not in self._used and not harmless.fullmatch(name):
+    def refuse_leftovers(self, harmless: re.Pattern[str]) -> tuple[str, ...]:
+        """Return a note on the parts of the model that are left out, if there are any.
+
+        Raises UserError if a tensor was not used and its name does not match `harmless`.
+        """
+        left_out = [name for name in self._tensors if name not in self._used]
+        for name in left_out:
+            if not harmless.fullmatch(name):
                 raise UserError(
                     f"{self._where}: {safe_name(name)}: a tensor that this architecture does not have; not supported"
                 )
+        matrices = [name for name in left_out if len(self.shape(name)) > 1 and name.endswith("weight")]
+        parts = Counter(part for name in matrices if (part := _part_of(name)) not in OUTPUTS)
+        if not parts:
+            return ()
+        counts = ", ".join(f"`{safe_name(part)}` ({count})" for part, count in parts.most_common(MAX_NAMED_PARTS))
+        return (f"matrices are left out that computing text does not need: {counts}",)
+
+
+def _part_of(name: str) -> str:
+    """Return the part of a model that has this tensor: the first word of its name, or a layer with its number."""
+    words = [word for word in name.split(".") if word not in WHOLE_MODEL]
+    return ".".join(words[:2] if words[1:] and words[1].isdigit() else words[:1])

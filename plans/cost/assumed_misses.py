@@ -73,7 +73,21 @@ DENSE_NEURONS_MISSES: Points = (
     (0.725, 0.0047),
     (1.0, 0.0),
 )
-DENSE = (MeasuredModel(1, 1.0, DENSE_NEURONS_MISSES), MeasuredModel(2, 1.0, DENSE_MISSES, read=0.135))
+# A model of 100 million parameters, of whose clusters a token accesses a third, by runs of `bench`.
+DENSE_FIVES_MISSES: Points = (
+    (0.436, 0.405),
+    (0.504, 0.154),
+    (0.58, 0.085),
+    (0.65, 0.05),
+    (0.725, 0.0262),
+    (0.825, 0.0086),
+    (1.0, 0.0),
+)
+DENSE = (
+    MeasuredModel(1, 1.0, DENSE_NEURONS_MISSES),
+    MeasuredModel(2, 1.0, DENSE_MISSES, read=0.135),
+    MeasuredModel(5, 1.0, DENSE_FIVES_MISSES, read=0.159),
+)
 # A 2B, of whose clusters a token accesses a twelfth, by runs of `bench` from 15 to 75 %, else by simulation.
 ROUTED_CLUSTERS_MISSES: Points = (
     (0.113, 0.677),

@@ -187,7 +187,7 @@ def _driver_bytes(manifest: Manifest, shape: RunShape) -> int:
 def peak_bytes(manifest: Manifest, plan: Plan, *, sequences: int, sequence_tokens: int, prompt_tokens: int) -> int:
     """Return the expected peak memory, in bytes, of a run with this plan.
 
-    Pages of the KV cache and of a prompt's stage count if they were written, or borrowed for slots. Memory of grammars
+    Pages of the KV cache and of a prompt's stage count if they were written, or borrowed for slots. Growth by grammars
     counts if slots borrow it.
 
     sequences: maximum of sequences at the same time
@@ -197,6 +197,7 @@ def peak_bytes(manifest: Manifest, plan: Plan, *, sequences: int, sequence_token
     borrowable = BorrowableMemory.of(manifest, plan.compute, plan.memory)
     unborrowable_bytes = plan.memory.total_bytes() - borrowable.total_bytes
     if not plan.memory.has_borrowed_slots:
+        unborrowable_bytes += plan.memory.vocabulary_bytes
         return unborrowable_bytes + _used_bytes(manifest, plan, sequences, sequence_tokens, prompt_tokens)
     stage_tokens = borrowable.stage_tokens(prompt_tokens)
     reserved_bytes = borrowable.reserved_bytes([sequence_tokens] * min(sequences, plan.compute.sequences), stage_tokens)

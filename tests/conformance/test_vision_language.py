@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert.conversion import Encoded
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
@@ -91,6 +92,18 @@ def test_experts_one_by_one_are_the_same_package(tmp_path: Path, converted: Conv
     package, expected = convert(source, tmp_path / "p", quantization="f16"), converted("qwen3 vl moe", "f16")
     assert package.manifest.model == expected.manifest.model
     assert same_weights(package, expected)
+
+
+def test_converting_names_the_parts_that_are_left_out(tmp_path: Path) -> None:
+    """A tower was left out without a word; what text needs, and vectors, are not named."""
+    of_tower = {f"model.visual.blocks.{n}.attn.qkv.weight": np.ones((2, 4), np.float32) for n in range(2)}
+    source = write_checkpoint(tmp_path / "model", RECIPES["qwen3 vl"], of_tower)
+    reports: list[Encoded] = []
+    convert(source, tmp_path / "p", quantization="q8", report=reports.append)
+    assert reports[0].notes[-1] == "matrices are left out that computing text does not need: `visual` (2)"
+    source = write_checkpoint(tmp_path / "text", RECIPES["qwen3"])
+    convert(source, tmp_path / "q", quantization="q8", report=reports.append)
+    assert not any("left out" in note for note in reports[1].notes)
 
 
 def test_a_tensor_that_belongs_to_no_tower_is_refused(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         predictors = take_predictors(inventory, model, names, enabled=options.predictor, threshold=threshold)
         left_out = range(blocks(metadata, name), all_blocks(metadata, name))
         unused = "|".join([architecture.harmless, *(rf"blk\.{layer}\..*" for layer in left_out)])
-        inventory.refuse_leftovers(re.compile(unused))
+        left_out_notes = inventory.refuse_leftovers(re.compile(unused))
         template = gguf_template(metadata, options.chat_template)
         facts = examined(template, options.examine_template, options.chat_template)
         return Checkpoint(
@@ -126,7 +126,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             ends=gguf_ends(metadata, model.vocabulary, facts.closing),
             tokenizer=package_tokenizer(path, metadata, options.tokenizer, model.vocabulary),
             chat_template=template,
-            notes=facts.notes(template),
+            notes=(*facts.notes(template), *left_out_notes),
             inverse_frequency=table,
             local_inverse_frequency=local_frequencies(metadata, name, architecture, model),
             matrices=matrices,

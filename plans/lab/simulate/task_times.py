@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.expected_misses import accessed_by_any
 from neuronpipe.plans.cost.io_wait import IssueTime, embedding_ms
 from neuronpipe.plans.cost.step_reads import ReadOrder
 from neuronpipe.plans.cost.step_work import StepWork
@@ -203,7 +204,8 @@ class PlannedCosts:
         )
         self._embedding_ms = embedding_ms(manifest, compute, self._cost, batch)
         self._order = ReadOrder(manifest, compute, plan.memory, plan.flash)
-        self._clusters = manifest.layout.clusters * model.active_ffns / sum(model.ffn_layers)
+        among = accessed_by_any(manifest, rates(manifest, compute.mode), 1.0, batch)
+        self._clusters = manifest.clusters * among / sum(model.ffn_layers)
         self._looked, self._fire = max(1.0, looked), max(1.0, fire)
         self.whole = plan.flash.bundle
         self.gates_name_values = self._order.in_order and not plan.flash.bundle
