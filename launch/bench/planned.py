@@ -122,6 +122,15 @@ def beaten(rows: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
+def flash_beaten(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return which test read faster than the measured flash in all of its time, in a few words; None if none did."""
+    for row in rows:
+        fraction = row["flash_limit_fraction"]
+        if fraction is not None and fraction > MAX_FRACTION:
+            return f"{row['test']} read flash at {fraction:.0%} of the speed that was measured"
+    return None
+
+
 def relative_error(planned_value: float, measured_value: float | None) -> float | None:
     """Return (planned - measured) / measured; None if that is not defined."""
     if planned_value == measured_value:

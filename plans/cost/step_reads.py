@@ -64,7 +64,8 @@ class ReadOrder:
         """Return the number of clusters, of those that tokens may access, among which these misses are."""
         if self.manifest.model.experts == 1 or not misses:
             return clusters
-        return misses / (1 - (1 - min(1.0, misses / clusters)) ** DENSITY_IN_EXPERTS)
+        density: float = 1 - (1 - min(1.0, misses / clusters)) ** DENSITY_IN_EXPERTS
+        return misses / density
 
     def _joined(self, misses: float, among: float, part_bytes: int) -> tuple[float, float]:
         return joined_reads(misses, among, part_bytes, self.manifest.layout.cluster_stride_bytes, self.flash)

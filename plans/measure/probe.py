@@ -37,7 +37,7 @@ from neuronpipe.plans.package.reader import neurons_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-CACHE_VERSION = 8
+CACHE_VERSION = 9
 ENGINES = ("io_uring", "threads")
 CACHED_BYTES = 32 << 20  # a processor's cache may hold a smaller package
 CONFIRM_AFTER_S = 600.0  # age from which on a device profile is confirmed: a load at its time may have ended
@@ -74,10 +74,7 @@ def probe(
     memory_path = _cache_path("memory", device, repr(_allowed(device)), repr(cases))
 
     def flash() -> FlashCurve | None:
-        load = MachineLoad()
-        curve = measure_curve(neurons, brief=brief)
-        busy = max(load.processor_share(), load.storage_share())
-        return None if curve is None else dataclasses.replace(curve, busy=round(busy, 3))
+        return _measure_flash(neurons, brief=brief)
 
     def memory() -> DeviceProfile | None:
         return measure_memory(device, cores, cases, brief=brief)
@@ -157,6 +154,22 @@ def remeasure_memory(directory: Path, why: str, say: Callable[[str], None]) -> N
         return measure_memory(device, decode_cores(device), cases, brief=False)
 
     remeasure(path, "memory", why, DeviceProfile, memory, say)
+
+
+def remeasure_flash(directory: Path, why: str, say: Callable[[str], None]) -> None:
+    """Measure the flash of the package in `directory` again, and cache the result. Parameters as `remeasure_memory`."""
+    device, neurons = this_device(), neurons_file(directory)
+    if neurons is None:
+        return
+    path = _cache_path("flash", device, _storage_names(directory)[0], device.flash_engine)
+    remeasure(path, "flash", why, FlashCurve, lambda: _measure_flash(neurons, brief=False), say)
+
+
+def _measure_flash(neurons: Path, *, brief: bool) -> FlashCurve | None:
+    load = MachineLoad()
+    curve = measure_curve(neurons, brief=brief)
+    busy = max(load.processor_share(), load.storage_share())
+    return None if curve is None else dataclasses.replace(curve, busy=round(busy, 3))
 
 
 def measure_memory(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neuronpipe.launch.bench.planned import beaten
+from neuronpipe.launch.bench.planned import beaten, flash_beaten
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.doctor.facts import MEASURE, Fact, known_facts, render_facts
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint
@@ -339,3 +339,21 @@ def test_a_run_that_beats_a_figure_has_it_measured_again(package: Path, monkeypa
     monkeypatch.setattr(probe, "measure_memory", lambda *_, **__: brief(2.0))
     probe.remeasure_memory(package, why, lines.append)
     assert "since tg128 read memory at 158% of the speed that was measured: 40.0 GB/s instead of 20.0 GB/s" in lines[1]
+
+
+def test_a_run_that_reads_faster_than_flash_was_measured_has_it_measured_again(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk was slow for a second, steadily: plans expected a fifth of a run's speed until the next month."""
+    why = flash_beaten([{"test": "tg128", "flash_limit_fraction": 3.6}])
+    assert why == "tg128 read flash at 360% of the speed that was measured"
+    assert flash_beaten([{"test": "tg128", "flash_limit_fraction": 0.9}]) is None
+    assert flash_beaten([{"test": "tg128", "flash_limit_fraction": None}]) is None
+    for bytes_per_s in (1e8, 4e8):
+        point = FlashPoint(request_bytes=4096, depth=1, bytes_per_s=bytes_per_s)
+        curve = FlashCurve(engine="io_uring", direct=True, points=(point,), spread=0.0)
+        monkeypatch.setattr(probe, "measure_curve", lambda *_, curve=curve, **__: curve)
+        probe.remeasure_flash(package, why, lambda line: None)
+    state = probe.cache_state(package).flash
+    assert state is not None
+    assert state.measured.points == (point,)

@@ -12,7 +12,7 @@ from neuronpipe.launch.arguments import plan_arguments as planning
 from neuronpipe.launch.bench.cases import Case, default_cases, parse_cases
 from neuronpipe.launch.bench.live import live_bench
 from neuronpipe.launch.bench.measure import wait_until_warm
-from neuronpipe.launch.bench.planned import beaten
+from neuronpipe.launch.bench.planned import beaten, flash_beaten
 from neuronpipe.launch.bench.report import compare, read_rows, render
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.planning.implementations import add_use_argument, checked_uses, implementations
@@ -20,7 +20,7 @@ from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.package_argument import add_package_argument
 from neuronpipe.launch.planning.plan import package_and_plan
 from neuronpipe.launch.supervisor.start import LiveRun
-from neuronpipe.plans.measure.probe import probe, remeasure_memory
+from neuronpipe.plans.measure.probe import probe, remeasure_flash, remeasure_memory
 from neuronpipe.protocol.errors import UserError
 
 MAX_REPETITIONS = 1000
@@ -114,8 +114,9 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.picture:
             title = f"{rows[0]['model']}, {cases[-1].name}, {plan.compute.mode} mode"
             _draw(run.live, run.client, arguments.picture, title)
-    if sides is None and (why := beaten(rows)) is not None:  # not before: the run would disturb this measurement
-        remeasure_memory(package.path, why, lambda line: print(f"neuronpipe: {line}", file=sys.stderr))
+    for remeasure, why in ((remeasure_memory, beaten(rows)), (remeasure_flash, flash_beaten(rows))):
+        if sides is None and why is not None:  # not before: the run would disturb this measurement
+            remeasure(package.path, why, lambda line: print(f"neuronpipe: {line}", file=sys.stderr))
     if arguments.json:
         print(json.dumps(rows, indent=1))
     elif sides is not None:
