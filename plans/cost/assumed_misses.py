@@ -44,7 +44,7 @@ class MeasuredModel:
 
 
 # A 1B, of whose clusters a token accesses a fifth, by runs of `bench` from 25 to 85 %, below by simulating CLOCK on
-# generated accesses (tests/bench/results, bundles and their reads).
+# generated accesses (tests/bench/results, planned right after a clone).
 DENSE_MISSES: Points = (
     (0.22, 0.27),
     (0.242, 0.241),

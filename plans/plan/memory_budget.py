@@ -71,6 +71,9 @@ OPEN_CLUSTER_BYTES = 13  # of a mixture's open cluster in a participant: state, 
 LOADER_QUEUES = 9  # three kinds of requests with three priorities
 MAX_QUEUED_CLUSTERS = 32768  # of each queue: two layers of a 7B model; further requests stay in the workers' rings
 NATIVE_BYTES = MIB // 4  # the loader's reads in flight, and rounding by allocators
+# What the ends of segments add to the peak of a run if they lie in huge pages: with a 100M, 1 to 6 MiB more than the
+# items above were measured.
+HUGE_PAGES_BYTES = 8 * MIB
 # The smallest limit is computed with these. With a larger limit, plans have more of both.
 MIN_CHUNK_TOKENS = 8
 MIN_DEPTH = 8
@@ -197,7 +200,7 @@ def peak_bytes(manifest: Manifest, plan: Plan, *, sequences: int, sequence_token
     borrowable = BorrowableMemory.of(manifest, plan.compute, plan.memory)
     unborrowable_bytes = plan.memory.total_bytes() - borrowable.total_bytes
     if not plan.memory.has_borrowed_slots:
-        unborrowable_bytes += plan.memory.vocabulary_bytes
+        unborrowable_bytes += HUGE_PAGES_BYTES
         return unborrowable_bytes + _used_bytes(manifest, plan, sequences, sequence_tokens, prompt_tokens)
     stage_tokens = borrowable.stage_tokens(prompt_tokens)
     reserved_bytes = borrowable.reserved_bytes([sequence_tokens] * min(sequences, plan.compute.sequences), stage_tokens)
