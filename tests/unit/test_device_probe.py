@@ -23,6 +23,7 @@ from neuronpipe.plans.measure import memory_bandwidth as memory
 from neuronpipe.plans.measure.brief_measurement import measure_briefly
 from neuronpipe.plans.measure.flash_reads import measure_curve
 from neuronpipe.plans.measure.kernel_speed import kernel_cases
+from neuronpipe.plans.measure.machine_load import MachineLoad
 from neuronpipe.plans.measure.probe import _kernel_cases, file_system, probe, profile_path, this_device
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
@@ -30,8 +31,12 @@ from neuronpipe.protocol.errors import UserError
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file to measure; a full measurement of it takes no longer than a brief one."""
+    """A file to measure; a full measurement of it takes no longer than a brief one. The machine counts as quiet, also
+    while other tests run: a doubtful measurement is repeated at the next start."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(MachineLoad, "processor_share", lambda _: 0.0)
+    monkeypatch.setattr(MachineLoad, "storage_share", lambda _: 0.0)
+    monkeypatch.setattr("neuronpipe.plans.measure.cached_profile.MAX_SPREAD", 10.0)
     monkeypatch.setattr(flash, "FULL_BUDGET_S", 0.05)
     monkeypatch.setattr("neuronpipe.plans.measure.brief_measurement.FULL_REPETITION_S", 0.001)
     folder = tmp_path / "package"
