@@ -301,6 +301,7 @@ class _RunCost:
     ) -> list[Reads]:
         """Return the reads of a decode step, by when they are issued.
 
+        batch: sequences of the step
         attention_ms: time outside feed-forwards; it overlaps with reads that do not depend on the layer's attention
         neurons_ms: time of the feed-forwards
         """

@@ -155,7 +155,8 @@ def open_reader(path: Path, depth: int) -> Any:
 def read_buffers(reader: Any, size_bytes: int) -> Any:
     """Return touched memory for reads, as the loader's staging is: in huge pages if possible, and registered.
 
-    The storage of a virtual machine was 1.4 times as fast into huge pages.
+    A virtual machine's storage was 1.2 to 2.8 times as fast into huge pages (tests/bench/results, planned right after a
+    clone).
     """
     mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = ffi.from_buffer("uint8_t[]", mapped)
